@@ -45,7 +45,7 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
         own = args[0] if variables is None else variables
         leaves = _floats_in(own, name)
         values = [current_value(leaf) if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
-        backend: Any = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.train_step")
+        backend: Any = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradients")
 
         def compute(values: list[Tensor]) -> tuple[Tensor, Any]:
             given = (keras.tree.pack_sequence_as(own, values), *args[1:]) if variables is None else args

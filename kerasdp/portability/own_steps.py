@@ -82,7 +82,7 @@ class Share:
 @contextlib.contextmanager
 def join_steps(model: keras.Model) -> Iterator[None]:
     """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
-    clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.train_step")
+    clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradients")
     hooks = hooked_steps(model, _apply_means, _update_by_rows, _remember_result)
     with hooks, clipping.clipping_means(_means_of_clipped):
         yield
@@ -162,7 +162,7 @@ def _apply_means(apply: Callable[..., Any], optimizer: Any, grads: Any, trainabl
     if share is None:
         return apply(optimizer, grads, trainable_variables)
     if keras.backend.backend() == "tensorflow":
-        grads = importlib.import_module("kerasdp.backends.tensorflow.train_step").dense(list(grads))
+        grads = importlib.import_module("kerasdp.backends.tensorflow.gradients").dense(list(grads))
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
         if not optimizer.built:

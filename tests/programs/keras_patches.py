@@ -247,7 +247,8 @@ def on_tensorflow():
     import tensorflow as tf
     from keras.src.backend.tensorflow import trainer
 
-    from kerasdp.backends.tensorflow.train_step import clipping_means, updating_at_once
+    from kerasdp.backends.tensorflow.gradients import clipping_means
+    from kerasdp.backends.tensorflow.train_step import updating_at_once
 
     strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
     with strategy.scope():

@@ -25,9 +25,11 @@ FLOORS = (
     ("cli", "pytest_plugin"),
     ("__main__",),
 )
-# What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and by the
-# layers, which also work outside of a run, their backend's own arithmetic, which knows nothing of the kit.
-KERNELS = ("batch_norm", "xla")
+# What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and from
+# portability/, which also works outside of a run, their backend's own arithmetic, which knows nothing of the kit but
+# what lies below.
+KERNELS = ("batch_norm", "gradients", "remat", "xla")
+FOR_KERNELS = (*KERNELS, "collectives", "private")
 
 
 def module_name(path):
@@ -96,7 +98,8 @@ def forbidden_imports(path):
     # A backend's modules use what all share and one another; what all share, and other backends, use none of them.
     yield from {module for module in own_modules if backend_of(MODULES[module]) not in (None, own)}
     if own is not None and path.stem in KERNELS:
-        yield from {module for module in own_modules if not module.startswith(f"kerasdp.backends.{own}.")}
+        beside = {f"kerasdp.backends.{own}.{stem}" for stem in FOR_KERNELS} | {f"kerasdp.backends.{own}"}
+        yield from {one for one in own_modules - beside if floor_of(one) >= floor_of("kerasdp.portability")}
     if name != "ray.py":
         yield from everything & {"ray"}
     if not name.startswith("cli/"):
@@ -134,6 +137,29 @@ def test_no_import_circle():
             assert free, f"a circle among {sorted(left)}"
             for name in free:
                 del left[name]
+
+
+def modules_loaded_by_name(path):
+    """The last part of the names of the backends' modules that a file loads with `import_module`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = ast.unparse(node.args[0]).strip("f'\"")
+            if name.startswith("kerasdp.backends."):
+                yield name.rpartition(".")[2]
+
+
+def test_what_is_loaded_by_name_is_no_way_around_the_floors():
+    """Below the backends only their arithmetic, which imports nothing from there or above."""
+    found = {
+        f"{name} loads {loaded}"
+        for name, path in MODULES.items()
+        if name != "kerasdp" and floor_of(name) < floor_of("kerasdp.backends")
+        for loaded in modules_loaded_by_name(path)
+        if loaded not in KERNELS
+    }
+    assert not found
+    loaded = {one for path in (PACKAGE / "portability").glob("*.py") for one in modules_loaded_by_name(path)}
+    assert loaded == set(KERNELS)
 
 
 def test_importing_the_package_loads_nothing_heavy():

@@ -20,8 +20,9 @@ from kerasdp.backends.base import (
     Trained,
 )
 from kerasdp.backends.tensorflow.devices import TensorFlowStrategy, put_on_device
+from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.backends.tensorflow.pipeline_stage import PipelineStep, StageProgram, total
-from kerasdp.backends.tensorflow.train_step import Graphs, dense, kind_of
+from kerasdp.backends.tensorflow.train_step import Graphs, kind_of
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.ranks import Processes

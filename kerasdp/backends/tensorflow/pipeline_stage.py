@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from kerasdp.backends.base import Structure, Tensor, Work
-from kerasdp.backends.tensorflow.train_step import dense
+from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.portability.replica_context import ReplicaContext, alone, use
 
 if TYPE_CHECKING:

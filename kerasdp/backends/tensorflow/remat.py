@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.tensorflow.train_step import dense
+from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.errors import UserError
 
 

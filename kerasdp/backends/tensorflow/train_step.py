@@ -10,10 +10,10 @@ from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
+from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.patches import wrapped
 from kerasdp.portability.replica_context import gather_shards, use
 from kerasdp.runtime.memory import give_back
 from kerasdp.runtime.run_state import Detail
@@ -142,28 +142,6 @@ class ReplicaSteps(ShardSteps):
         return collectives.mean([], tensors)()[1] if tensors else {}
 
 
-def dense(gradients: list[Any]) -> list[Any]:
-    """Returns gradients as tensors of their weights' shapes; None stays None.
-
-    That of an embedding is rows and their indices (`tf.IndexedSlices`), a row for each token. Keras (3.15) squares,
-    clips and scales these rows one by one, though a token that occurs twice has two: an optimizer with state would get
-    other numbers than on other backends, and others again on several devices. Here they are summed.
-    """
-    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-
-
-def differentiate(
-    compute: Callable[[list[Any]], tuple[Any, Any]], values: list[Any], variables: list[Any]
-) -> tuple[Any, Any, list[Any]]:
-    """Computes a value, and takes its gradients; as with torch."""
-    own = values if variables else [tf.identity(value) for value in values]
-    with tf.GradientTape() as tape:
-        for value in own:  # of variables it knows those that are trained
-            tape.watch(value)
-        value, aux = compute(own)
-    return value, aux, dense(tape.gradient(value, own))
-
-
 def updating_at_once() -> contextlib.AbstractContextManager[None]:
     """Returns the context in which all optimizers update by `update_at_once` where they can, for a user-defined step.
 
@@ -248,15 +226,6 @@ def can_be_at_once(optimizer: Any, weights: list[Any]) -> bool:
         and can_decide_on_device(optimizer)
         and overrides_nothing_of_tensorflow(inner)
     )
-
-
-def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which `tf.clip_by_global_norm` sees means; `mean`: as with torch."""
-
-    def of_means(clip: Callable[..., Any], t_list: Any, *args: Any, **kwargs: Any) -> Any:
-        return clip(mean(dense(list(t_list))), *args, **kwargs)
-
-    return wrapped(tf, clip_by_global_norm=of_means)
 
 
 def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,9 +10,10 @@ from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
 from kerasdp.backends.parts import PartsByModel
 from kerasdp.backends.steps import TrainedWeights, compared_variables, held_in_words
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
+from kerasdp.backends.torch.gradients import num_differentiated
 from kerasdp.backends.torch.parts import Parts
 from kerasdp.backends.torch.private import without_numbers
-from kerasdp.backends.torch.train_step import RankSteps, num_differentiated, numbers_made_on, to_host, updating_on
+from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import shapes_of

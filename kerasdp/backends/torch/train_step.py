@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from kerasdp.backends.base import DeviceBatch, Trained
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
+from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
 from kerasdp.data.sampling import ReplicaRows
-from kerasdp.keras_compat.patches import current_step, replaced, step_with, wrapped
+from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
@@ -113,7 +113,7 @@ class RankSteps(ShardSteps):
                 logs, found = run_on_shard(
                     model, name, batch[:3], context, sum_over_ranks, strategy.build_optimizer, is_trial
                 )
-        return keras.tree.map_structure(_detached, logs), found  # or they would hold what led to them
+        return keras.tree.map_structure(detached, logs), found  # or they would hold what led to them
 
     def distributed(self, batch: DeviceBatch) -> Any:
         """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
@@ -184,55 +184,6 @@ def reduce_others(parallel: Any, variables: list[Any]) -> None:
             gradient /= torch.distributed.get_world_size()
 
 
-def differentiate(
-    compute: Callable[[list[Any]], tuple[Any, Any]], values: list[Any], variables: list[Any]
-) -> tuple[Any, Any, list[Any]]:
-    """Computes a value, and takes its gradients: see `kerasdp.value_and_grad`.
-
-    Args:
-        compute: returns a scalar and what else there is, from tensors, or with variables that hold them.
-        values: tensors by which the scalar is differentiated.
-        variables: that hold them; empty where they are an argument.
-
-    Returns:
-        The scalar, what else there is, and the gradients: None for what the scalar does not depend on.
-    """
-    import keras
-
-    from kerasdp.keras_compat.layers import InnerScope
-
-    next(_calls)
-    is_inner = current_step().differentiates  # then its gradients are differentiated in turn
-    with torch.enable_grad():
-        # A view of each argument: what the function reads of it in other ways does not count.
-        own = [value if variables else value.view_as(value) for value in values]
-        own = [value if value.requires_grad else value.detach().requires_grad_() for value in own]
-        others = [(variable, new) for variable, new, old in zip(variables, own, values) if new is not old]
-        scope = InnerScope(others)
-        with scope if others else contextlib.nullcontext(), step_with(differentiates=True):
-            value, aux = compute(own)
-        gradients: list[Any] = [None] * len(own)
-        if value.requires_grad:
-            gradients = [*torch.autograd.grad(value, own, create_graph=is_inner, allow_unused=True)]
-    assigned = scope.assigned_values()
-    if not is_inner:  # what holds no graph may be kept
-        value, aux, assigned = keras.tree.map_structure(_detached, (value, aux, assigned))
-    scope.write_back(assigned)
-    return value, aux, gradients
-
-
-_calls = itertools.count()
-
-
-def num_differentiated() -> int:
-    """Returns a number that has grown by more than 1 since the last call if `differentiate` was called."""
-    return next(_calls)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Joins tensors into one, of the widest of their types; None if there are none. See `unflat`."""
     if not tensors:
@@ -247,21 +198,6 @@ def unflat(joined: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dic
         return {}
     parts = joined.split([tensor.numel() for tensor in tensors.values()])
     return {name: part.reshape(tensor.shape).to(tensor.dtype) for part, (name, tensor) in zip(parts, tensors.items())}
-
-
-def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` see means.
-
-    `mean`: of gradients, over the ranks, where a step wants that.
-    """
-
-    def of_means(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        weights = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for weight, gradient in zip(weights, mean([weight.grad for weight in weights])):
-            weight.grad = gradient
-        return clip(weights, *args, **kwargs)
-
-    return wrapped(torch.nn.utils, clip_grad_norm_=of_means, clip_grad_value_=of_means)
 
 
 # Bytes of an array up to which it is sent from pinned memory, which PyTorch (2.13) keeps once it was used.
