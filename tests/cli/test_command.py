@@ -184,7 +184,7 @@ def test_the_wheel_holds_everything(wheel):
     items = [item for folder in kit.FOLDERS for item in kit.items(folder)]
     assert {f"kerasdp/kit/{item.folder}/{item.path.name}" for item in items} <= names
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "kerasdp").rglob("*.py")} <= names
-    assert "kerasdp/py.typed" in names
+    assert {"kerasdp/py.typed", "kerasdp/data/digits.npz", "kerasdp/data/digits.txt"} <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "runs/")) or "__pycache__" in name]
 
 
