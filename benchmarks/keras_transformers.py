@@ -7,8 +7,6 @@ import keras
 import protocol
 from keras import layers, ops
 
-import kerasdp
-
 
 class EncoderBlock(layers.Layer):
     """Attention and two dense layers, each with a shortcut and layer norm; `(batch, length, width)` stays so.
@@ -193,9 +191,14 @@ def llama(vocabulary: int, width: int) -> keras.Model:
     """
     inputs = keras.Input(protocol.SHAPES["llama"], dtype="int32", name="token_ids")
     x = layers.Embedding(vocabulary, width, name="tokens")(inputs)
-    for number in range(1, protocol.NUM_BLOCKS + 1):
-        x = DecoderBlock(name=f"block{number}")(x)
+    blocks = [DecoderBlock(name=f"block{number}") for number in range(1, protocol.NUM_BLOCKS + 1)]
+    for block in blocks:
+        x = block(x)
     x = layers.RMSNormalization(epsilon=1e-6, name="norm")(x)
     model = keras.Model(inputs, layers.Dense(vocabulary, use_bias=False, name="logits")(x), name="llama")
-    kerasdp.add_adapters(model, protocol.LORA_RANK)
+    for weight in model.trainable_variables:
+        weight.trainable = False
+    for block in blocks:
+        block.attention.query.enable_lora(protocol.LORA_RANK)
+        block.attention.value.enable_lora(protocol.LORA_RANK)
     return model

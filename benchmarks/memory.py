@@ -22,10 +22,8 @@ import kerasdp
 
 CHOICES: list[dict[str, Any]] = [
     {}, {"accumulate": 4}, {"precision": "bfloat16"}, {"remat": "blocks"}, {"shard": "optimizer"}, {"shard": "weights"},
-    {"shard": "weights", "remat": "blocks"}, {"lora_rank": 8}, {"lora_rank": 8, "frozen": "bfloat16"},
+    {"shard": "weights", "remat": "blocks"},
 ]  # fmt: skip
-# Those that `kerasdp.add_adapters` takes, of recipes/finetune.py.
-OF_ADAPTERS = ("lora_rank", "frozen")
 
 
 def gpt(dim: int, blocks: int, length: int, words: int) -> Any:
@@ -57,9 +55,7 @@ def gpt(dim: int, blocks: int, length: int, words: int) -> Any:
     return keras.Model(tokens, layers.Dense(words)(layers.LayerNormalization()(x)))
 
 
-def train(
-    runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int, steps: int, adapters: dict[str, Any]
-) -> dict[str, float]:
+def train(runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int, steps: int) -> dict[str, float]:
     """Trains; returns the most megabytes of a GPU, or that the process has grown by, and milliseconds of a step."""
     import keras
 
@@ -69,8 +65,6 @@ def train(
 
     with runner.scope():
         model = gpt(*shape) if name == "gpt" else kerasdp.build_model(runner.config, (64, 64, 3), 10)
-        if adapters:
-            kerasdp.add_adapters(model, adapters["lora_rank"], frozen=adapters.get("frozen", "float32"))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-4), loss)
     times: list[float] = []
@@ -110,11 +104,9 @@ def main() -> None:
     if args.device == "cpu":  # most have no arithmetic of bfloat16: PyTorch takes minutes a step
         left_out.add("precision")
     for choice in (choice for choice in CHOICES if not left_out & choice.keys()):
-        adapters = {name: value for name, value in choice.items() if name in OF_ADAPTERS}
-        choices = settings | {name: value for name, value in choice.items() if name not in OF_ADAPTERS}
         name = " ".join(f"`--{key}={value}`" for key, value in choice.items()) or "as it is"
         try:
-            measured = kerasdp.launch(functools.partial(run, adapters=adapters), **choices, verbose=0)
+            measured = kerasdp.launch(run, **settings, **choice, verbose=0)
         except kerasdp.UserError as error:
             print(f"| {name} | {error} |", flush=True)
             continue

@@ -68,11 +68,11 @@ API = {
     "Runs": ["launch", "Runner", "Config", "local_devices", "UserError", "RunError", "PreemptedError"],
     "Data": ["load_data", "Dataset", "ArraySource", "ColumnSource", "RecordSource", "ImageFolder", "Buckets", "Order"],
     "Models and training": [
-        "build_model", "load_backbone", "load_pretrained", "add_adapters", "make_optimizer", "make_loss",
+        "build_model", "load_backbone", "make_optimizer", "make_loss",
         "make_callbacks", "portable", "layers", "per_sample", "all_rows", "value_and_grad", "portable_step",
     ],
-    "Trained models": ["inference", "export"],
-    "Many runs, and measuring": ["parity", "sweep", "ray", "pipeline"],
+    "Trained models": ["load_model", "export"],
+    "Measuring": ["parity", "pipeline"],
     "Recipes": ["main"],
 }  # fmt: skip
 

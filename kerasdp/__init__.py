@@ -15,16 +15,15 @@ from kerasdp.launch import launch, local_devices
 from kerasdp.runtime.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
-    from kerasdp import inference, parity, pipeline, ray, sweep
+    from kerasdp import parity, pipeline
+    from kerasdp.checkpoint.export import export
+    from kerasdp.checkpoint.loading import load_model
     from kerasdp.cli.main import main
     from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder, RecordSource
-    from kerasdp.inference.conversion import export
-    from kerasdp.inference.trained import load_pretrained
     from kerasdp.models import build_model
-    from kerasdp.models.adapters import add_adapters
     from kerasdp.models.classifiers import load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.gradients import portable_step, value_and_grad
@@ -46,13 +45,12 @@ _MODULES = {
     "Order": "kerasdp.data.sampling",
     "RecordSource": "kerasdp.data.sources",
     "Runner": "kerasdp.training.runner",
-    "add_adapters": "kerasdp.models.adapters",
     "all_rows": "kerasdp.portability.replica_context",
     "build_model": "kerasdp.models",
-    "export": "kerasdp.inference.conversion",
+    "export": "kerasdp.checkpoint.export",
     "load_backbone": "kerasdp.models.classifiers",
-    "load_pretrained": "kerasdp.inference.trained",
     "load_data": "kerasdp.data.datasets",
+    "load_model": "kerasdp.checkpoint.loading",
     "main": "kerasdp.cli.main",
     "make_callbacks": "kerasdp.training.callbacks",
     "make_loss": "kerasdp.training.optimizers",
@@ -64,12 +62,9 @@ _MODULES = {
 }
 
 _PACKAGES = {
-    "inference": "kerasdp.inference",
     "layers": "kerasdp.portability.layers",
     "parity": "kerasdp.parity",
     "pipeline": "kerasdp.pipeline",
-    "ray": "kerasdp.ray",
-    "sweep": "kerasdp.sweep",
 }
 
 __all__ = [
@@ -85,16 +80,14 @@ __all__ = [
     "RunError",
     "Runner",
     "UserError",
-    "add_adapters",
     "all_rows",
     "build_model",
     "export",
-    "inference",
     "launch",
     "layers",
     "load_backbone",
     "load_data",
-    "load_pretrained",
+    "load_model",
     "local_devices",
     "main",
     "make_callbacks",
@@ -105,8 +98,6 @@ __all__ = [
     "pipeline",
     "portable",
     "portable_step",
-    "ray",
-    "sweep",
     "value_and_grad",
 ]
 

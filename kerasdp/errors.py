@@ -13,7 +13,7 @@ FIELDS_OF_FLAGS = {"devices": "num_devices", "gpus": "num_devices", "stages": "n
 
 # In the environment while a recipe runs from the command line, so that its worker processes know, too.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
-_SWITCHES = ("deterministic", "resume", "trust_checkpoint")
+_SWITCHES = ("deterministic", "resume")
 # The user and the query of a URL: clouds put passwords before the host's `@`, signatures and tokens after a `?`.
 _URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(?:[^/\s'\"@:]*:[^\s'\"]*|[^/\s'\"@]+)@")
 _URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"?]*\?)[^\s'\"]+")
@@ -193,17 +193,3 @@ def shared(message: str) -> UserError:
     error = UserError(message)
     error.is_shared = True
     return error
-
-
-def from_name(name: str, message: str) -> RunError | None:
-    """Rebuilds a `RunError` that crossed a process border.
-
-    Args:
-        name: the name of its class.
-        message: its text.
-
-    Returns:
-        The error, or None where no class of this module has that name.
-    """
-    kinds: list[type[RunError]] = [RunError, *RunError.__subclasses__()]
-    return next((kind(message) for kind in kinds if (kind.__module__, kind.__name__) == (__name__, name)), None)

@@ -53,8 +53,3 @@ def bytes_of_number(dtype: Any) -> int:
     """Returns the bytes of a number of a type."""
     bits = re.search(r"\d+$", str(getattr(dtype, "name", dtype)))
     return int(bits[0]) // 8 if bits else 1
-
-
-def numbers_in(variables: Iterable[Any]) -> int:
-    """Returns how many numbers variables hold."""
-    return sum(math.prod(variable.shape) for variable in variables)

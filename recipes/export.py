@@ -1,4 +1,4 @@
-"""Writes a trained model for other programs, and checks the file by loading it there: Keras, TensorFlow, ONNX Runtime.
+"""Writes a trained model for other programs, as Keras does: a .keras file, ONNX, or a SavedModel.
 
     python recipes/train.py --workdir=runs/mine                                             # makes one
     python recipes/export.py --checkpoint=runs/mine --to=digits.keras                       # for every backend
@@ -6,36 +6,38 @@
     pip install 'kerasdp[onnx]'
     python recipes/export.py --checkpoint=digits.keras --to=digits.onnx --backend=torch
 
-Expected of each: the file, and a line for each program that loaded it, with outputs that differ by at most 1e-5 of the
-largest one; more than that is an error.
-
 A checkpoint or .keras file loads on every backend, whichever wrote it. SavedModels are written with tensorflow, and
 with jax where TensorFlow is installed, too; ONNX with torch and tensorflow (with jax: pip install jax2onnx).
 
 Copy this file into your project and change what you like.
 """
 
-import functools
+import os
+import tempfile
 
 import kerasdp
 
 
-def main(config: kerasdp.Config, request: "kerasdp.inference.Request", path: str) -> None:
-    """Runs on this machine; `write` runs where the backend is chosen."""
-    inputs, outputs, kind, backend = kerasdp.launch(functools.partial(write, request=request, path=path), config)
-    print(f"{path}: {kind}, written with {backend}")
-    for line in kerasdp.inference.check_elsewhere(path, kind, inputs, outputs, backend):
-        print(line)
+def export(runner: "kerasdp.Runner", checkpoint: str, to: str) -> None:
+    """Runs where the backend is chosen."""
+    import keras
 
-
-def write(runner: "kerasdp.Runner", request: "kerasdp.inference.Request", path: str) -> tuple:
-    """Loads the model and writes it; returns a few inputs, the outputs for them, the format and the backend."""
-    backend = runner.config.backend
-    kind = kerasdp.inference.check_target(path, backend)
-    with runner.scope():
-        model = kerasdp.inference.load_trained(request).model
-    return *kerasdp.inference.convert(model, path, kind), kind, backend
+    if os.path.exists(to):
+        raise kerasdp.UserError(f"--to: {to!r} is there already: remove it, or choose another name")
+    model = kerasdp.load_model(checkpoint)  # of layers of your own: load_model(checkpoint, build_it())
+    if to.endswith((".keras", ".weights.h5")):
+        kerasdp.export(model, to)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            kerasdp.export(model, path := os.path.join(folder, "model.keras"))
+            plain = keras.saving.load_model(path, compile=False)  # with Keras' layers instead of the kit's
+        try:
+            plain.export(to, format="onnx" if to.endswith(".onnx") else "tf_saved_model", verbose=False)
+        except Exception as error:  # converters raise anything
+            reason = str(error).strip().partition("\n")[0]
+            raise kerasdp.UserError(f"--to: Keras cannot write {to!r} on {runner.config.backend} ({reason})") from error
+    print(f"{to}: written with {runner.config.backend} from {checkpoint}")
 
 
 if __name__ == "__main__":
-    kerasdp.main(main, flags="export")
+    kerasdp.main(export, flags="export")

@@ -1,17 +1,20 @@
 """Fine-tunes a model with adapters (LoRA), or in full: one of KerasHub, of a file, or of a run.
 
     python recipes/finetune.py --lora_rank=8                          # no download: a small model, trained first
-    python recipes/finetune.py --lora_rank=8 --weights=runs/base --dataset=mine.py:data --also_train='*logits*'
+    python recipes/finetune.py --lora_rank=8 --weights=runs/base --dataset=mine.py:data
     python recipes/finetune.py --lora_rank=8 --preset=bert_tiny_en_uncased --dataset=mine.py:texts --export=mine.keras
-    python recipes/finetune.py --lora_rank=8 --backend=jax --gpus=4 --shard=weights --remat=blocks --frozen=bfloat16
+    python recipes/finetune.py --lora_rank=8 --backend=jax --gpus=4 --shard=weights --remat=blocks
     python recipes/finetune.py --lora_rank=8 --checkpoint_weights=trained --workdir=runs/tuned        # then --resume
 
---dataset is a name, or a function that returns (x_train, y_train), (x_test, y_test): arrays, or texts, which a preset
-preprocesses. --export writes a plain model, with the adapters in its weights. Copy this file, and text.py beside it.
+--dataset is a function of yours that returns (x_train, y_train), (x_test, y_test): arrays, or texts, which a preset
+preprocesses. --export writes a plain model, with the adapters in its weights. Which layers get adapters is said in
+`add_adapters`. Copy this file into your project, and text.py beside it.
 """
 
 import functools
+import math
 import pathlib
+import runpy
 from pydoc_data.topics import topics
 
 from text import build
@@ -19,9 +22,30 @@ from text import build
 import kerasdp
 
 
-def main(config: kerasdp.Config, base: dict, adapters: dict, prompt: str | None) -> None:
+def main(config: kerasdp.Config, rank: int, weights: str | None, preset: str | None) -> None:
     """Runs on this machine; `train` runs in the workers."""
-    kerasdp.launch(functools.partial(train, base=base, adapters=adapters, prompt=prompt), config)
+    kerasdp.launch(functools.partial(train, rank=rank, weights=weights, preset=preset), config)
+
+
+def add_adapters(model, rank):
+    """Freezes a model, and adds adapters to its projections to queries and values; call it before `compile`."""
+    from keras import layers
+
+    if hasattr(model, "backbone"):  # of KerasHub; what is beside the backbone, as a new head, trains
+        model.backbone.enable_lora(rank)
+        return
+    for weight in model.trainable_variables:
+        weight.trainable = False
+    for layer in model.layers:
+        if isinstance(layer, layers.BatchNormalization):
+            layer.trainable = False  # its statistics stay, too
+    attentions = [layer for layer in model.layers if isinstance(layer, layers.MultiHeadAttention)]
+    chosen = [each for layer in attentions for each in (layer.query_dense, layer.value_dense)]
+    chosen = chosen or [layer for layer in model.layers if isinstance(layer, layers.Dense)][:-1]
+    if not chosen:
+        raise kerasdp.UserError(f"--lora_rank: {model.name} has no attention, and no Dense before the last layer")
+    for layer in chosen:
+        layer.enable_lora(rank)
 
 
 def windows(text: str, length: int = 32, most: int = 1000):
@@ -33,23 +57,32 @@ def windows(text: str, length: int = 32, most: int = 1000):
     return [(part[:, :-1], part[:, 1:]) for part in (rows[len(rows) // 10 :], rows[: len(rows) // 10])]
 
 
-def train(runner: "kerasdp.Runner", base: dict, adapters: dict, prompt: str | None) -> None:
+def train(runner: "kerasdp.Runner", rank: int, weights: str | None, preset: str | None) -> None:
     """Runs in every worker process, after the backend is chosen."""
     config, say = runner.config, print if runner.is_chief and runner.config.verbose != 0 else lambda line: None
+    if weights or preset:
+        path, _, name = config.dataset.partition(":")
+        data = runpy.run_path(path)[name]()
     with runner.scope():
-        model, *data = kerasdp.load_pretrained(config, **base) if base else (build(128),)
-    if not base:
+        if preset:
+            import keras_hub
+
+            num_classes = int(max(data[0][1])) + 1
+            model = keras_hub.models.TextClassifier.from_preset(preset, num_classes=num_classes)
+        else:
+            model = kerasdp.load_model(weights) if weights else build(128)
+    if not (weights or preset):
         fit(runner, model, *windows(" ".join(topics.values())), epochs=2)  # however long the second one is
         data = windows(pathlib.Path(functools.__file__).read_text())
-    say(kerasdp.add_adapters(model, **adapters) if adapters else f"all of {model.count_params():,} weights train")
+    if rank:
+        add_adapters(model, rank)
+    trained = sum(math.prod(weight.shape) for weight in model.trainable_weights)
+    say(f"{trained:,} of {model.count_params():,} weights train")
     before, after = fit(runner, model, *data, epochs=config.epochs)
     runner.add_to_report(before=before, after=after)
     say("held out: " + ", ".join(f"{name} {value:.4g} -> {after[name]:.4g}" for name, value in before.items()))
     if config.export:
         kerasdp.export(model, config.export)
-    if prompt is not None:
-        can = hasattr(model, "generate") and getattr(model, "preprocessor", None) and runner.num_replicas == 1
-        say(model.generate(prompt) if can else "--prompt: continued by tasks of KerasHub that generate, on one device")
 
 
 def fit(runner, model, train, test, epochs):

@@ -2,32 +2,37 @@
 
     python recipes/train.py --workdir=runs/mine                                          # makes one
     python recipes/predict.py --checkpoint=runs/mine --output=digits.csv                 # the held-out digits
-    python recipes/predict.py --checkpoint=runs/mine --inputs=images.npy --output=probabilities.npy --backend=jax
-    python recipes/predict.py --checkpoint=model.keras --inputs=photos --output=photos.parquet --gpus=4
-    python recipes/predict.py --checkpoint=runs/mine --inputs=photo.png --activation=none
+    python recipes/predict.py --checkpoint=runs/mine --output=logits.npy --backend=jax --gpus=2
+    python recipes/predict.py --checkpoint=model.keras --dataset=my_data.py:load
 
 Expected of the second: 360 rows, the same on every backend and number of devices up to 1e-5.
 
-CSV and Parquet: file or row number, class, its probability, and a column for each class. Logits become probabilities
-(--activation). Copy this file into your project and change what you like.
+Predicts the held-out part of --dataset, which is as in recipes/train.py. A row has the outputs of the model, as they
+are: logits, of models that recipes/train.py has trained. Copy this file into your project and change what you like.
 """
+
+import os
+
+import numpy as np
 
 import kerasdp
 
 
-def predict(runner: "kerasdp.Runner", request: "kerasdp.inference.Request") -> None:
+def predict(runner: "kerasdp.Runner", checkpoint: str, output: str | None) -> None:
     """Runs in every worker process, after the backend is chosen."""
+    config = runner.config
+    data = kerasdp.load_data(config)
     with runner.scope():
-        trained = kerasdp.inference.load_trained(request)
-    samples = kerasdp.inference.open_samples(request, trained)
-    # The outputs of all samples, in their order, whatever the number of devices.
-    outputs = runner.predict(trained.model, samples.source)
-    outputs = kerasdp.inference.probabilities(outputs, trained)
+        model = kerasdp.load_model(checkpoint)  # of layers of your own: load_model(checkpoint, build_it())
+    outputs = runner.predict(model, data.test)  # of all samples, in their order, whatever the number of devices
+    path = output or os.path.join(config.workdir, "predictions.csv")
     if runner.is_chief:
-        kerasdp.inference.write_predictions(request.output_path, outputs, samples, trained)
-        kind = f"{trained.kind} of the outputs" if trained.applied else f"outputs as they are ({trained.kind})"
-        print(f"{len(outputs)} samples ({samples.title}) | {kind} | {trained.path}")
-        print(f"{runner.config.backend} on {runner.devices}; predictions in {request.output_path}")
+        if path.endswith(".npy"):
+            np.save(path, outputs)
+        else:
+            np.savetxt(path, outputs.reshape(len(outputs), -1), "%.9g", delimiter=",")  # float32 as a whole
+        print(f"{len(outputs)} held-out samples of {config.dataset} | {checkpoint}")
+        print(f"{config.backend} on {runner.devices}; predictions in {path}")
 
 
 if __name__ == "__main__":

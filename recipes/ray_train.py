@@ -1,32 +1,92 @@
-"""Trains on a Ray cluster: one run over several workers, or a sweep of many runs at a time.
+"""Trains as recipes/train.py does, over the workers of a Ray cluster.
 
     pip install 'kerasdp[ray]'
-    python recipes/ray_train.py --workers=2                                  # recipes/train.py over two workers
-    python recipes/ray_train.py --workers=1:4 --max_restarts=3 --backend=torch --checkpoint_dir=s3://bucket/run
-    python recipes/ray_train.py --sweep='learning_rate=0.01,0.03; batch_size=32,64,128' --workdir=runs/sweep
+    python recipes/ray_train.py --workers=2
+    python recipes/ray_train.py --workers=4 --gpus=1 --max_restarts=3 --workdir=/shared/runs/mine
     python recipes/ray_train.py --help
 
 Connects with the cluster that this machine is part of, or that $RAY_ADDRESS names; where there is none, it starts one
-of this machine. --gpus is the number of devices of each worker, or of each run of a sweep. --workdir is in a folder
-that all nodes share, or --checkpoint_dir is given.
+of this machine. --gpus is the number of devices of each worker. --workdir is in a folder that all nodes share, or
+--checkpoint_dir is a URL. When a worker or its node is lost, all start again from the last checkpoint, --max_restarts
+times.
 
-Expected of the second line: the loss curve of recipes/train.py. A sweep prints a table, and leaves it and a picture of
-all curves in its workdir; with --resume it continues.
+Expected of the first line: the loss curve of recipes/train.py.
 
 Copy this file and recipes/train.py into your project and change what you like.
 """
+
+import dataclasses
+import importlib.util
+import os
+import secrets
+import socket
+from typing import Any
 
 from train import train  # recipes/train.py: the same function
 
 import kerasdp
 
 
-def main(config: kerasdp.Config, num_workers: tuple, cpus: float | None, grid: dict | None) -> None:
-    """Runs on this machine; `train` runs in the workers."""
-    if grid:
-        kerasdp.ray.sweep(train, config, grid, cpus_per_run=cpus)
+def work(told: dict[str, Any]) -> str | None:
+    """Runs in each worker of Ray, which is one of the hosts of the run; returns a mistake that no restart helps."""
+    import ray.train
+    import ray.util
+    from ray.train.collective import broadcast_from_rank_zero
+
+    context = ray.train.get_context()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        own = f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}", secrets.token_hex(16)
+    address, os.environ["KERASDP_SECRET"] = broadcast_from_rank_zero(own)  # by Ray's own channel
+    os.chdir(told["folder"])  # from where paths such as --model=my_model.py:build are meant
+    own_place = {"hosts": context.get_world_size(), "host_rank": context.get_world_rank(), "coordinator": address}
+    try:
+        kerasdp.launch(train, told["config"], **own_place)
+    except kerasdp.UserError as error:
+        return str(error)
+    return None
+
+
+def main(config: kerasdp.Config, num_workers: int) -> None:
+    """Runs on this machine; `train` runs in processes of the workers."""
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # Ray's workers would leave the folder of the script
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # for a cluster that is gone Ray would try 13 minutes
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    except ImportError as error:
+        raise kerasdp.UserError("Ray is not installed: pip install 'kerasdp[ray]'") from error
+    workdir = os.path.abspath(config.workdir)
+    if not config.resume and os.path.exists(os.path.join(workdir, "checkpoints")):
+        raise kerasdp.UserError(f"--workdir: {workdir} holds a run; continue it (--resume), or choose another folder")
+    ray.init(logging_level="warning", ignore_reinit_error=True)
+    device = config.device
+    if device == "auto":
+        device = "gpu" if ray.cluster_resources().get("GPU") else "cpu"
+    count = config.num_devices or 1
+    # Ray calls a function in a thread, where no signal is handled: with a limit for hanging, processes train.
+    own = {"device": device, "num_devices": count, "workdir": workdir, "hang_timeout": config.hang_timeout or 600.0}
+    config, restarts = dataclasses.replace(config, **own, max_restarts=0, resume=True), config.max_restarts
+    if config.backend == "jax" or importlib.util.find_spec("torch") is None:
+        from ray.train.v2.jax import JaxTrainer as Trainer
     else:
-        kerasdp.ray.run(train, config, num_workers=num_workers, cpus_per_worker=cpus)
+        from ray.train.torch import TorchTrainer as Trainer
+    trainer = Trainer(
+        work,
+        train_loop_config={"config": config, "folder": os.getcwd()},
+        scaling_config=ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=device == "gpu",
+            resources_per_worker={"CPU": count, **({"GPU": count} if device == "gpu" else {})},
+        ),
+        run_config=RunConfig(name="ray", storage_path=workdir, failure_config=FailureConfig(max_failures=restarts)),
+    )
+    try:
+        mistake = trainer.fit().return_value
+    except TrainingFailedError as error:
+        raise kerasdp.RunError(f"the workers failed ({str(error).strip().splitlines()[-1]})") from error
+    if mistake:
+        raise kerasdp.UserError(mistake)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from kerasdp.config import Config, Request
+from kerasdp.config import Config
 from kerasdp.config.choices import (
     COUNT,
     FROM_0,
@@ -21,8 +21,6 @@ from kerasdp.config.choices import (
     check_choices,
     choice,
     choices_of,
-    is_count_or_range,
-    one_of,
 )
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.reporting.report import drop_stdout
@@ -32,7 +30,7 @@ COMPARISON = "Comparison"
 STUDY = "Study of a pipeline"
 RAY = "Ray"
 SWEEP = "Sweep"
-EXPORT = "Export"
+TRAINED = "Trained model"
 TRANSFER = "Fine-tuning"
 
 _NUMBERS = Range("numbers such as 1,2,4")
@@ -61,23 +59,22 @@ class Own:
     repetitions: int = choice(10, STUDY, Range("at least 2, for a deviation", lambda number: number >= 2),
         "Epochs to measure, of each way; one more, which compiles, comes first.")
 
-    workers: str = choice("1", RAY, Range("a number, or the fewest and the most as 1:4", is_count_or_range),
-        "Workers of the run, or the fewest and the most as 1:4, each with --gpus devices.")
-    cpus_per_worker: float | None = choice(None, RAY, POSITIVE,
-        "Cores that Ray sets aside for each worker, or each run of a sweep.", "one for each device")
-    sweep: str | None = choice(None, SWEEP, Range("flags with values"),
-        "Flags and their values: many runs, one for each combination: 'learning_rate=0.01,0.03; batch_size=32,64'; "
-        "with --trials ranges, too: 'seed=1..9'.")
-    trials: int | None = choice(None, SWEEP, COUNT,
-        "Runs whose values Optuna picks from --sweep, for the lowest validation loss.", "all combinations are trained")
+    workers: int = choice(1, RAY, COUNT, "Workers of the run, each with --gpus devices.")
+    trials: int = choice(20, SWEEP, COUNT, "Runs whose choices Optuna picks, for the lowest validation loss.")
 
-    to: str | None = choice(None, EXPORT, Range("a file"),
-        "File to write: NAME.keras, NAME.onnx, or a folder, for a SavedModel.")
+    checkpoint: str | None = choice(None, TRAINED, Range("a file or a folder"),
+        "Model to use: the --workdir of a run, a folder or URL of checkpoints, or one file: .safetensors (a "
+        "checkpoint) or .keras, of any backend.")
+    output: str | None = choice(None, TRAINED,
+        Range("a file that ends in .npy or .csv", lambda path: path.endswith((".npy", ".csv"))),
+        "File for the predictions: .npy or .csv.", "predictions.csv in --workdir")
+    to: str | None = choice(None, TRAINED, Range("a file or a folder", bool),
+        "File to write: NAME.keras, NAME.weights.h5, NAME.onnx, or a folder, for a SavedModel.")
 
     backbone: str = choice("MobileNetV2", TRANSFER, Range("a model"), "Model of keras.applications.")
     weights: str = choice("imagenet", TRANSFER, Range("a file"),
         "Weights to begin with. transfer: imagenet (a download), none, or a .weights.h5 file. finetune: the --workdir "
-        "of a run, a folder of checkpoints, or a file: .safetensors, .keras, .weights.h5.")
+        "of a run, a folder of checkpoints, or a file: .safetensors, .keras.")
     size: str = choice("160,160", TRANSFER, Range("height and width, as 160,160", _is_size),
         "Height and width to which images of a folder are resized.")
     head_epochs: int = choice(5, TRANSFER, POSITIVE, "Epochs of the first fit, which trains the new head alone.")
@@ -86,21 +83,8 @@ class Own:
     preset: str | None = choice(None, TRANSFER, Range("a preset of KerasHub"),
         "Preset of KerasHub, instead of --weights: a name, which is downloaded, or a folder that save_to_preset wrote.",
         "none")
-    task: str = choice("TextClassifier", TRANSFER, Range("a class of keras_hub.models"),
-        "Class of keras_hub.models as which --preset is loaded: TextClassifier, CausalLM, ...")
     lora_rank: int = choice(0, TRANSFER, FROM_0,
         "Rank of the adapters (LoRA) that train beside frozen weights; 0: all weights train.")
-    lora_alpha: float | None = choice(None, TRANSFER, POSITIVE,
-        "What adapters give is multiplied by this over --lora_rank.", "--lora_rank")
-    lora_targets: str | None = choice(None, TRANSFER, Range("names or paths of layers, as '*query*,*value*'", bool),
-        "Layers with adapters, by names or paths, as '*query*,*value*'.",
-        "projections to queries and values; without such, every Dense but the last")
-    also_train: str | None = choice(None, TRANSFER, Range("names or paths of layers, as '*head*'", bool),
-        "Layers whose weights train beside the adapters, as '*head*'.", "of --preset what is beside its backbone")
-    frozen: str = choice("float32", TRANSFER, one_of("float32", "bfloat16"),
-        "Type in which frozen weights lie in memory: float32, as they are, or bfloat16.")
-    prompt: str | None = choice(None, TRANSFER, Range("a text", bool),
-        "Text that a model with a generate method continues after the training, on one device.", "none")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -127,7 +111,7 @@ class Recipe:
 
     def choices(self) -> list[Choice]:
         """Returns the choices that are its flags."""
-        known = choices_of(Own) | choices_of(Config) | (choices_of(Request) if "checkpoint" in self.takes else {})
+        known = choices_of(Own) | choices_of(Config)
         refused = {name for names in self.refused.values() for name in names}
         names = [*self.own, *(self.takes or (name for name in choices_of(Config) if name not in refused))]
         return [
@@ -153,10 +137,7 @@ _LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_s
 _FILES = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 _DEVICES = ["backend", "num_devices", "device"]
 _DATA = ["dataset", "data_dir", "batch_size"]
-_EVALUATION = [
-    "checkpoint", "inputs", "model", "dataset", "data_dir", "activation", "trust_checkpoint", *_DEVICES, "batch_size",
-    "precision", "compile", "deterministic", "hang_timeout", "workdir",
-]  # fmt: skip
+_EVALUATION = ["checkpoint", *_DEVICES, *_DATA, "precision", "workdir"]
 _NOT_TRAINED = "a trained model is used here, and nothing is trained"
 
 RECIPES = {
@@ -191,11 +172,15 @@ RECIPES = {
         },
     ),
     "sweep": Recipe(
-        own=["sweep", "trials"],
-        refused={"each run of a sweep would write that file": ["export"], **_ALONE},
+        own=["trials"],
+        refused={
+            "each run of a sweep would write that file": ["export"],
+            "each run of a sweep has its checkpoints in its own folder": ["checkpoint_dir"],
+            **_ALONE,
+        },
     ),
     "ray_train": Recipe(
-        own=["workers", "cpus_per_worker", "sweep"],
+        own=["workers"],
         refused={"Ray starts the workers: use --workers": _MACHINES},
     ),
     "from_scratch": Recipe(
@@ -205,10 +190,7 @@ RECIPES = {
     ),
     "predict": Recipe(takes=[*_EVALUATION, "output"], reason=_NOT_TRAINED),
     "evaluate": Recipe(takes=_EVALUATION, reason=_NOT_TRAINED),
-    "export": Recipe(
-        takes=["checkpoint", "to", "model", "dataset", "data_dir", "trust_checkpoint", "backend", "device"],
-        reason=_NOT_TRAINED,
-    ),
+    "export": Recipe(takes=["checkpoint", "to", "backend", "device"], reason=_NOT_TRAINED),
     "transfer": Recipe(
         own=["backbone", "weights", "size", "head_epochs", "fine_tuning_rate"],
         refused={
@@ -219,8 +201,11 @@ RECIPES = {
         defaults={"dataset": "images", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 5},
     ),
     "finetune": Recipe(
-        own=["preset", "task", "weights", "lora_rank", "lora_alpha", "lora_targets", "also_train", "frozen", "prompt"],
-        refused={"the model has been built": ["kernel_initializer", "augment"]},
+        own=["preset", "weights", "lora_rank"],
+        refused={
+            "the model has been built": ["kernel_initializer", "augment", "model"],
+            "the data are those of a function of yours: --dataset=mine.py:data": ["data_dir"],
+        },
         defaults={"weights": "none", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 2},
     ),
 }  # fmt: skip
@@ -234,8 +219,8 @@ def recipe(flags: str = "train", defaults: dict[str, Any] | None = None, unused:
     return dataclasses.replace(known, refused={**known.refused, **refused}, defaults=known.defaults | others)
 
 
-# The choices that are flags of any recipe. The model and the data of a `Request` are flags of a run, too.
-CHOICES = [*(choices_of(Config) | choices_of(Own) | choices_of(Request) | choices_of(Config)).values()]
+# The choices that are flags of any recipe.
+CHOICES = [*(choices_of(Config) | choices_of(Own)).values()]
 _KINDS: dict[type, Callable[..., Any]] = {
     bool: flags.DEFINE_boolean, str: flags.DEFINE_string, float: flags.DEFINE_float, int: flags.DEFINE_integer
 }  # fmt: skip
@@ -338,8 +323,7 @@ def _refuse_code_of_runs(arguments: list[str], values: flags.FlagValues) -> None
             raise UserError(f"--flagfile: cannot read {path!r} ({' '.join(str(error).split())})") from error
         for flag, following in zip(found, [*found[1:], ""]):  # --name=value, or one after the other
             name, _, value = flag.partition("=")
-            names_code = name.lstrip("-") in ("model", "dataset", "sweep") and ":" in (value or following)
-            if names_code or name.lstrip("-") == "trust_checkpoint":
+            if name.lstrip("-") in ("model", "dataset") and ":" in (value or following):
                 raise UserError(
                     f"--flagfile: {path} is in the folder of a run, and names code: {ascii(flag)[1:-1]:.200}; copy the "
                     "file to another folder once you have read it, or write the flag yourself"

@@ -6,19 +6,17 @@ import dataclasses
 import datetime
 import functools
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kerasdp.cli.flags import RECIPES, Own, define, read, recipe
-from kerasdp.config import Config, Request
+from kerasdp.cli.flags import RECIPES, Own, read, recipe
+from kerasdp.config import Config
 from kerasdp.config.choices import choices_of
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import (
     EXIT_CODE_OF_INTERRUPT,
-    FIELDS_OF_FLAGS,
     RunError,
     UserError,
     from_command_line,
@@ -42,16 +40,16 @@ def main(
     A user's mistake is one line and exit code 2; a run that fails is its error and exit code 1.
 
     Args:
-        function: what the recipe does. With the flags of `"train"`, `"evaluate"` and `"predict"` it runs in the
-            workers, as `kerasdp.launch` calls it; else it runs here, and False from it is exit code 1.
+        function: what the recipe does. With the flags of `"train"`, `"evaluate"`, `"predict"` and `"export"` it runs in
+            the workers, as `kerasdp.launch` calls it; else it runs here, and False from it is exit code 1.
         flags: which flags there are, by their recipe's name: `"train"`: `function(runner)`; `"parity"`:
             `function(config, backends, device_counts)`; `"bisection"`: `function(config, backends)`; `"pipeline"`:
-            `function(config, split_sizes, repetitions)`; `"ray_train"`:
-            `function(config, num_workers, cpus_per_worker, grid)`; `"sweep"`: `function(config, space, num_trials)`;
-            `"from_scratch"`: `function(config)`; `"evaluate"` and `"predict"`: `function(runner, request)`, with a
-            `kerasdp.inference.Request`; `"export"`: `function(config, request, path)`; `"transfer"`:
+            `function(config, split_sizes, repetitions)`; `"ray_train"`: `function(config, num_workers)`; `"sweep"`:
+            `function(config, num_trials)`; `"from_scratch"`: `function(config)`; `"evaluate"`:
+            `function(runner, checkpoint)`; `"predict"`: `function(runner, checkpoint, output)`; `"export"`:
+            `function(runner, checkpoint, to)`; `"transfer"`:
             `function(config, backbone, weights, head_epochs, fine_tuning_rate)`; `"finetune"`:
-            `function(config, base, adapters, prompt)`.
+            `function(config, rank, weights, preset)`.
         defaults: with the flags of `"train"`: values of flags that are not given, other than usual.
         unused: with the flags of `"train"`: those that the recipe has no use for, and refuses.
 
@@ -62,9 +60,9 @@ def main(
         with ending_with_a_line():
             if flags == "train":
                 launch(function, parse(sys.argv, defaults, unused))
-            elif flags in ("evaluate", "predict"):
-                config, request = parse_recipe(flags, sys.argv)
-                launch(functools.partial(function, request=request), config)
+            elif flags in _USES:
+                config, choices = parse_recipe(flags, sys.argv)
+                launch(functools.partial(function, **choices), config)
             elif function(*parse_recipe(flags, sys.argv)) is False:
                 sys.exit(1)
     finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
@@ -86,8 +84,6 @@ def ending_with_a_line() -> Iterator[None]:
 
 
 T = TypeVar("T")
-
-_RANGE = re.compile(r"([^.\s]\S*?)\.\.([^.\s]\S*)")
 
 
 def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:
@@ -140,30 +136,14 @@ def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:
     return _config(given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
 
 
-def _sweep(given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any], int | None]:
-    """Returns what all runs share, values or ranges by field, and the number of trials.
-
-    Without `--trials` that is None, and all combinations are trained.
-    """
-    space = _values_by_field(own.sweep)
-    if not space:
-        raise UserError("a sweep needs choices to try: add --sweep='learning_rate=0.01,0.1; batch_size=32,64'")
-    ranges = [name for name, values in space.items() if isinstance(values, tuple)]
-    if ranges and own.trials is None:
-        raise UserError(f"--sweep: the range of {ranges[0]} needs --trials=20, of which Optuna picks the values")
-    return _config(given), space, own.trials
+def _sweep(given: dict[str, Any], own: Own) -> tuple[Config, int]:
+    """Returns what all runs share, and the number of trials."""
+    return _config(given), own.trials
 
 
-def _ray_train(given: dict[str, Any], own: Own) -> tuple[Config, tuple[int, int], float | None, dict[str, Any] | None]:
-    """Returns what is trained, workers (fewest, most), cores of each, a grid."""
-    if "sweep" in given and "workers" in given:
-        raise UserError("--workers has no effect with --sweep, whose runs have one worker each: leave out one of them")
-    grid = _values_by_field(own.sweep)
-    fewest, _, most = own.workers.partition(":")
-    for name, values in (grid or {}).items():
-        if isinstance(values, tuple):
-            raise UserError(f"--sweep: {name}: expected values, as 0.01,0.1; ranges are for recipes/sweep.py")
-    return _config(given), (int(fewest), int(most or fewest)), own.cpus_per_worker, grid
+def _ray_train(given: dict[str, Any], own: Own) -> tuple[Config, int]:
+    """Returns what is trained, and the number of workers."""
+    return _config(given), own.workers
 
 
 def _from_scratch(given: dict[str, Any], own: Own) -> tuple[Config]:
@@ -172,21 +152,21 @@ def _from_scratch(given: dict[str, Any], own: Own) -> tuple[Config]:
     return (_config(given),)
 
 
-def _request(given: dict[str, Any], own: Own) -> tuple[Config, Request]:
-    """Returns the run's devices, and what is evaluated or predicted."""
-    if "inputs" in given and "dataset" in given:
-        raise UserError("--inputs and --dataset both name the data: leave out one of them")
-    config = _config(given)
-    return config, dataclasses.replace(_record(Request, given), workdir=str(config.workdir))
+# The recipes that use a trained model, by their choices beside those of a run.
+_USES = {"evaluate": ["checkpoint"], "predict": ["checkpoint", "output"], "export": ["checkpoint", "to"]}
+_NEEDED = {
+    "checkpoint": "the --workdir of a run, a checkpoint, or a .keras file",
+    "to": "NAME.keras, NAME.onnx, or a folder, for a SavedModel",
+}
 
 
-def _export(given: dict[str, Any], own: Own) -> tuple[Config, Request, str]:
-    """Returns a backend, the model, and the file to write."""
-    config, request = _request(given, own)
-    if own.to is None:
-        raise UserError("--to is needed: NAME.keras, NAME.onnx, or a folder, for a SavedModel")
-    config = dataclasses.replace(config, num_devices=1, workdir=None, verbose=0)
-    return config, dataclasses.replace(request, workdir=".", activation="none"), own.to
+def _use(user: str, given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any]]:
+    """Returns the run's devices and data, and what a recipe uses."""
+    choices = {name: getattr(own, name) for name in _USES[user]}
+    for name, meaning in _NEEDED.items():
+        if name in choices and choices[name] is None:
+            raise UserError(f"--{name} is needed: {meaning}")
+    return _config({"num_devices": 1} | given if user == "export" else given), choices
 
 
 def _transfer(given: dict[str, Any], own: Own) -> tuple[Config, str, str, int, float]:
@@ -200,32 +180,16 @@ def _transfer(given: dict[str, Any], own: Own) -> tuple[Config, str, str, int, f
     return _config(given, dataset=dataset), own.backbone, own.weights, own.head_epochs, own.fine_tuning_rate
 
 
-def _finetune(given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any], dict[str, Any], str | None]:
-    """Returns the run, arguments of `load_pretrained` (none: the recipe's own model) and `add_adapters` (none: LoRA is
-    not used), and what to continue."""
-    base: dict[str, Any] = {}
-    if own.preset is not None:
-        base = {"preset": own.preset, "task": own.task}
-    elif own.weights != "none":
-        base = {"weights": own.weights, "model": given.get("model")}
-    if own.preset is not None and own.weights != "none":
+def _finetune(given: dict[str, Any], own: Own) -> tuple[Config, int, str | None, str | None]:
+    """Returns the run, the rank of adapters, and the file or the preset of the model; without, it is the recipe's."""
+    weights = None if own.weights == "none" else own.weights
+    if own.preset is not None and weights is not None:
         raise UserError("--preset and --weights both name the model: leave out one of them")
-    unused = {
-        "it is the class of --preset": ["task"] if own.preset is None else [],
-        "the recipe trains a model of its own: add --weights or --preset": [] if base else ["dataset", "data_dir"],
-        "it makes the model of which --weights has the weights": [] if "weights" in base else ["model"],
-        "all weights train: add --lora_rank=8": []
-        if own.lora_rank
-        else ["lora_alpha", "lora_targets", "also_train", "frozen"],
-    }
-    for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
-        if name in given:
-            raise UserError(f"--{name} has no effect here: {reason}")
-    if base and "dataset" not in given:
-        raise UserError("--dataset is needed, to fine-tune on: a name, or FILE.py:FUNCTION")
-    adapters = {"rank": own.lora_rank, "alpha": own.lora_alpha, "targets": own.lora_targets}
-    adapters |= {"also_train": own.also_train, "frozen": own.frozen}
-    return _config(given), base, adapters if own.lora_rank else {}, own.prompt
+    if (own.preset or weights) and ":" not in given.get("dataset", ""):
+        raise UserError("--dataset=FILE.py:FUNCTION is needed, to fine-tune on")
+    if not (own.preset or weights) and "dataset" in given:
+        raise UserError("--dataset has no effect here: the recipe trains a model of its own: add --weights or --preset")
+    return _config(given), own.lora_rank, weights, own.preset
 
 
 _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
@@ -236,41 +200,10 @@ _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
     "sweep": _sweep,
     "ray_train": _ray_train,
     "from_scratch": _from_scratch,
-    "evaluate": _request,
-    "predict": _request,
-    "export": _export,
+    **{name: functools.partial(_use, name) for name in _USES},
     "transfer": _transfer,
     "finetune": _finetune,
 }
-
-
-def _values_by_field(text: str | None) -> dict[str, Any] | None:
-    """Returns the values of each field in `flag=value,value; flag=least..most`: a list, or the ends of a range.
-
-    Commas in brackets belong to a value. None if there is no text.
-
-    Raises:
-        UserError: if there is no such flag, or a value is none of it.
-    """
-    if text is None:
-        return None
-    found: dict[str, Any] = {}
-    known = define()
-    for part in filter(None, map(str.strip, text.split(";"))):
-        name, equals, values = map(str.strip, part.partition("="))
-        if not equals or name not in known:
-            raise UserError(
-                f"--sweep: expected flags with values, as 'learning_rate=0.01,0.1; batch_size=32'. Received: {part!r}"
-            )
-        parser = known[name].parser
-        ends = _RANGE.fullmatch(values) if parser.syntactic_help in ("an integer", "a number") else None
-        texts = ends.groups() if ends else re.split(r",(?![^(]*\))", values)
-        try:
-            parsed = [parser.parse(value.strip()) for value in texts]
-        except ValueError as error:
-            raise UserError(f"--sweep: {name}: {' '.join(str(error).split())}. Received: {values!r}") from error
-        found[FIELDS_OF_FLAGS.get(name, name)] = tuple(parsed) if ends else parsed
-    return found
 
 
 def _record(kind: type[T], given: dict[str, Any]) -> T:

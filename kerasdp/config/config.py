@@ -1,11 +1,10 @@
-"""Defines `Config`, every choice of a run, and `Request`, those of an evaluation: frozen records, checked when made.
+"""Defines `Config`, every choice of a run: a frozen record, checked when made.
 
 This is the one place where a choice is written: its field's name, type and default, the group of its flag, what it may
 be, and what it means. Range checks, flags, `--help` and the pages are made of it (`choices.py`).
 """
 
 import dataclasses
-import importlib.util
 import math
 import os
 from typing import Any
@@ -45,11 +44,8 @@ DATA = "Model and data"
 TRAINING = "Training"
 OUTPUT = "Output"
 FAULTS = "Checkpoints and faults"
-EVALUATION = "Evaluation and prediction"
 
 NOT_JAX = ["torch", "tensorflow"]
-ACTIVATIONS = ("softmax", "sigmoid", "none")
-OUTPUT_ENDINGS = (".npy", ".csv", ".parquet")
 
 
 @documented
@@ -355,56 +351,3 @@ class Config:
 
 def _of_fit(folder: str, number: int) -> str:
     return folder if number == 1 else os.path.join(folder, f"fit-{number}")
-
-
-@documented
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """Which model is used on what. What is written goes into the folder `workdir`.
-
-    Raises:
-        UserError: if a value is out of its range.
-    """
-
-    # fmt: off
-    checkpoint: str = choice("", EVALUATION, Range("the --workdir of a run, a checkpoint, or a .keras file"),
-        "Model to use: the --workdir of a run, a folder or URL of checkpoints, or one file: .safetensors (a "
-        "checkpoint), .keras or .weights.h5, of any backend.", convert=path_as_text)
-    inputs: str | None = choice(None, EVALUATION, Range("a file or a folder"),
-        "Instead of --dataset: an image, a folder of images (with a sub-folder for each class, or without), .npy, or "
-        ".npz with x and, for labels, y.", "a data set", convert=path_as_text)
-    model: str | None = choice(None, EVALUATION, Range("a name, or file.py:function"),
-        "Built-in model, or your own function, that makes the model of which the file has the weights.",
-        "the one that the file names")
-    dataset: str | None = choice(None, EVALUATION, Range("a name, or file.py:function"),
-        "Data set whose held-out samples are used.", "that of the run")
-    data_dir: str | None = choice(None, EVALUATION, FOLDER, "Folder of the data set's files.",
-        "that of the run", convert=path_as_text)
-    activation: str | None = choice(None, EVALUATION, one_of(*ACTIVATIONS),
-        "softmax, sigmoid or none: what makes probabilities of the model's outputs.",
-        "softmax, unless its last layer has an activation")
-    trust_checkpoint: bool = choice(False, EVALUATION, SWITCH,
-        "Run the code that a checkpoint names as its model or data set; otherwise only what --model and --dataset name "
-        "is run.")
-    output: str | None = choice(None, EVALUATION,
-        Range(f"a file that ends in {', '.join(OUTPUT_ENDINGS)}", lambda path: path.endswith(OUTPUT_ENDINGS)),
-        "File for the predictions: .npy, .csv or .parquet.", "predictions.csv in --workdir",
-        convert=path_as_text)
-    # fmt: on
-    workdir: str = "."
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        if not self.checkpoint:
-            raise UserError("--checkpoint is needed: the --workdir of a run, a checkpoint, or a .keras file")
-        if self.inputs is not None and not os.path.exists(self.inputs):
-            raise UserError(f"--inputs: there is no file or folder {self.inputs!r}")
-        if self.output_path.endswith(".parquet") and importlib.util.find_spec("pyarrow") is None:
-            raise UserError(
-                "--output: .parquet is written by pyarrow, which is missing: pip install 'kerasdp[parquet]'"
-            )
-
-    @property
-    def output_path(self) -> str:
-        """Returns where the predictions are written."""
-        return self.output or os.path.join(self.workdir, "predictions.csv")

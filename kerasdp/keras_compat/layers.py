@@ -62,9 +62,9 @@ def has_weights_of_its_own(layer: keras.layers.Layer) -> bool:
     return bool(layer._trainable_variables or layer._non_trainable_variables)
 
 
-def is_named(layer: keras.layers.Layer, patterns: Iterable[str], *more: str) -> bool:
-    """Returns whether a pattern, as 'block*', matches the name or path of a layer, or one of `more` names of it."""
-    names = (layer.name, layer.path or "", *more)
+def is_named(layer: keras.layers.Layer, patterns: Iterable[str]) -> bool:
+    """Returns whether a pattern, as 'block*', matches the name or path of a layer."""
+    names = (layer.name, layer.path or "")
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
@@ -75,28 +75,6 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
     """
     found = {id(one): one for layer in all_layers(model) for one in layer._trainable_variables if not one.trainable}
     return list(found.values())
-
-
-def freeze_all_but(model: keras.Model, layers: Iterable[keras.layers.Layer]) -> None:
-    """Lets the weights of some layers of a model train, and no others, whatever was frozen before.
-
-    Adapters may be added to any layer afterwards: each weight is frozen by itself. So is batch norm as a layer, whose
-    statistics are not to move either.
-    """
-    model.trainable = True
-    training = {id(variable) for layer in layers for variable in layer.trainable_variables}
-    for variable in model.trainable_variables:
-        variable.trainable = id(variable) in training
-    for layer in all_layers(model):
-        if isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable_variables:
-            layer.trainable = False
-
-
-def takes_adapters(layer: keras.layers.Layer) -> bool:
-    """Returns whether Keras can add adapters (LoRA) to a layer: not to a model, nor to a kernel with a constraint."""
-    constraint = getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
-    is_layer = hasattr(layer, "enable_lora") and hasattr(layer, "lora_enabled")
-    return is_layer and layer.built and not layer.lora_enabled and constraint is None
 
 
 @contextlib.contextmanager
@@ -137,26 +115,6 @@ def saved_merged(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     if adapted:
         changes.append((model, {"optimizer": None, "compiled": False}))
     return replaced_in_each(changes)
-
-
-def hold_in(layer: keras.layers.Layer, variables: Iterable[keras.Variable], dtype: str) -> None:
-    """Lets a built layer hold variables in another type, of which it computes in the same type as before.
-
-    Keras 3.15: `Layer._dtype_policy`, `DTypePolicy._variable_dtype`, by which Keras knows whether to cast, and
-    `Variable._dtype`, `_initialize`; no public way. A policy is saved by its name, which stays.
-    """
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        policy = policy[layer.path]
-    layer._dtype_policy = copy.copy(policy)
-    layer._dtype_policy._variable_dtype = dtype
-    for variable in variables:
-        value = keras.ops.cast(variable, dtype)
-        variable._dtype = dtype
-        if keras.backend.backend() == "torch":
-            variable._value.data = value.detach()  # layers know the parameter
-        else:
-            variable._initialize(value)
 
 
 def living_variables() -> list[keras.Variable]:

@@ -1,14 +1,12 @@
 """Makes functions of Keras that compute otherwise on one backend compute alike on all.
 
-Crossentropies are the same functions of their arguments on all backends, and take no more memory than needed. Layers
-with adapters compute no more than needed.
+Crossentropies are the same functions of their arguments on all backends, and take no more memory than needed.
 """
 
 import contextlib
 import functools
 import inspect
 import math
-import string
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +37,6 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
     found: list[tuple[Any, str, Callable[..., Any]]] = [
         (_functions(module, name), name, other) for (module, name), other in others if not (is_3_16 and name in _GONE)
     ]
-    found += [(kind, "call", other) for kind, other in _WITH_ADAPTERS.items()]
     found += [(keras.layers.RNN, "inner_loop", inputs_first)]
     found += [(keras.callbacks.SwapEMAWeights, "on_predict_end", _swapped_back)]
     found += [(keras.layers.RandomHue, "_transform_value_range", _in_its_own_type)]
@@ -520,86 +517,6 @@ def _contracted(equation: str) -> int | None:
     is_plain = letters.isalpha() and len(set(letters)) == len(letters) and "..." not in kernel
     return number if number and first and is_product and is_plain else None
 
-
-# Keras (3.15) adds the product of an adapter's two matrices (LoRA) to the kernel. So a step takes the gradient of the
-# whole kernel, frozen or not: a third of what the layer computes, and as much memory as the kernel once more.
-# A subclass with a kernel of its own (a normalized one, say) stays as it is.
-
-
-def _beside_kernel(call: Callable[..., Any], layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns what a `Dense` or `EinsumDense` gives; its adapter is applied to the inputs, not added to the kernel."""
-    is_dense = isinstance(layer, keras.layers.Dense)
-    equation = _DENSE if is_dense else layer.equation
-    own = type(layer).kernel is (keras.layers.Dense if is_dense else keras.layers.EinsumDense).kernel
-    equations = _of_adapter(equation) if own and _is_adapted(layer) and _is_narrow(layer) else None
-    if equations is None:
-        return call(layer, inputs, *args, **kwargs)
-
-    def product(equation: str, inputs: Any, matrix: Any) -> Any:
-        return ops.matmul(inputs, matrix) if is_dense else ops.einsum(equation, inputs, matrix)
-
-    narrow, wide, is_b_first = equations
-    # Which Keras makes in float32 beside a kernel of another type.
-    first, second = (ops.cast(matrix, layer.compute_dtype) for matrix in (layer.lora_kernel_a, layer.lora_kernel_b))
-    if is_b_first:
-        first, second = second, first
-    added = product(wide, product(narrow, inputs, first), second)
-    outputs = ops.add(product(equation, inputs, layer._kernel), layer.lora_alpha / layer.lora_rank * added)
-    if layer.bias is not None:
-        outputs = ops.add(outputs, layer.bias)
-    return outputs if layer.activation is None else layer.activation(outputs)
-
-
-def _is_adapted(layer: Any) -> bool:
-    return layer.lora_enabled and not layer.quantization_mode
-
-
-_DENSE = "...a,ab->...b"
-# How many times the numbers of its adapter a kernel has at least, for the two narrow products to take less time than
-# the gradient of the kernel. Speed on 2 CPU cores, torch: with 8 times 0.95 of what it is by the kernel, with 32 1.07.
-_NARROW = 16
-
-
-def _is_narrow(layer: Any) -> bool:
-    sizes = [math.prod(one.shape) for one in (layer._kernel, layer.lora_kernel_a, layer.lora_kernel_b)]
-    return sizes[0] >= _NARROW * sum(sizes[1:])
-
-
-@functools.cache
-def _of_adapter(equation: str) -> tuple[str, str, bool] | None:
-    """Returns the equations that apply an adapter to inputs, and whether its matrix of the last axis comes first.
-
-    None for a kernel whose last axis is neither of the inputs alone nor of the outputs alone.
-    """
-    given, kernel, outputs = equation.replace("->", ",").split(",")
-    last = kernel[-1]
-    rank = next(letter for letter in string.ascii_letters if letter not in equation)
-    own = kernel[:-1] + rank
-    if last in outputs and last not in given:
-        narrow = outputs.replace(last, rank)
-        return f"{given},{own}->{narrow}", f"{narrow},{rank}{last}->{outputs}", False
-    if last in given and last not in outputs:
-        narrow = given.replace(last, rank)
-        return f"{given},{rank}{last}->{narrow}", f"{narrow},{own}->{outputs}", True
-    return None
-
-
-def _beside_table(call: Callable[..., Any], layer: Any, inputs: Any) -> Any:
-    """Returns the rows of an `Embedding`, with those of its adapter, of which no table is made."""
-    if not _is_adapted(layer) or type(layer).embeddings is not keras.layers.Embedding.embeddings:
-        return call(layer, inputs)
-    if keras.backend.standardize_dtype(inputs.dtype) not in ("int32", "int64"):
-        inputs = ops.cast(inputs, "int32")
-    rows, narrow = (ops.take(table, inputs, axis=0) for table in (layer._embeddings, layer.lora_embeddings_a))
-    added = layer.lora_alpha / layer.lora_rank * ops.matmul(narrow, layer.lora_embeddings_b)
-    return ops.cast(ops.add(rows, added), layer.compute_dtype)
-
-
-_WITH_ADAPTERS: dict[type, Callable[..., Any]] = {
-    keras.layers.Dense: _beside_kernel,
-    keras.layers.EinsumDense: _beside_kernel,
-    keras.layers.Embedding: _beside_table,
-}
 
 _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "tensorflow": {

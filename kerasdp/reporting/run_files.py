@@ -2,11 +2,12 @@
 
 import contextlib
 import csv
+import functools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from kerasdp.config.validation import versions
 from kerasdp.errors import UserError, redacted
@@ -199,9 +200,6 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
     figure.savefig(path, dpi=120, format="png")
 
 
-_PROJECT = "kerasdp"
-
-
 class Trackers:
     """What `Config.tracker` asks for. One that fails is left out from then on: training does not need it."""
 
@@ -216,10 +214,14 @@ class Trackers:
         Raises:
             UserError: if one cannot begin: nobody is logged in, its server does not answer.
         """
-        self._trackers: dict[str, Any] = {}
+        self._trackers: dict[str, _Tracker] = {}
+        path = os.path.join(folder, "trackers.json")
+        known = _ids_in(path) if last_step else {}
         for name in facts.config.trackers:
             try:
-                self._trackers[name] = _MAKERS[name](facts, folder, last_step)
+                self._trackers[name], known[name] = _BEGIN[name](facts, folder, last_step, known.get(name))
+                with open(path, "w") as file:
+                    json.dump(known, file)
             except Exception as error:
                 raise UserError(f"--tracker={name} cannot begin: {_first_line(error)}") from error
 
@@ -237,7 +239,7 @@ class Trackers:
         """Ends the run in all."""
         self._of_each(lambda tracker: tracker.close())
 
-    def _of_each(self, call: Callable[[Any], None]) -> None:
+    def _of_each(self, call: Callable[["_Tracker"], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -246,113 +248,83 @@ class Trackers:
                 warn(f"--tracker={name} has failed ({_first_line(error)}); training continues without it")
 
 
-class _TensorBoard:
-    """Event files in the folder `tensorboard`."""
+class _Tracker(NamedTuple):
+    add: Callable[[str, int, dict[str, float]], None]
+    close: Callable[[], None]
 
-    def __init__(self, facts: Facts, folder: str, last_step: int):
-        from tensorboardX import SummaryWriter  # writes event files without TensorFlow
 
-        self._folder = os.path.join(folder, "tensorboard")
-        self._events = SummaryWriter(self._folder, purge_step=last_step + 1 if last_step else None)
+# W&B's own callback (0.31) needs TensorFlow, and MLflow's (3.18) a model that `fit` trains: a loop has none.
+_PROJECT = "kerasdp"
 
-    def add(self, kind: str, number: int, values: dict[str, float]) -> None:
-        self._check()
-        for name, value in values.items():
-            self._events.add_scalar(f"{kind}/{name}", value, number)
 
-    def close(self) -> None:
-        self._check()
-        self._events.close()
+def _tensorboard(facts: Facts, folder: str, last_step: int, _: str | None) -> tuple[_Tracker, str]:
+    """Begins event files in the folder `tensorboard`, without TensorFlow."""
+    from tensorboardX import SummaryWriter
 
-    def _check(self) -> None:
+    path = os.path.join(folder, "tensorboard")
+    events = SummaryWriter(path, purge_step=last_step + 1 if last_step else None)
+
+    def add(kind: str, number: int, values: dict[str, float]) -> None:
         # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
         # tensorboardX has no public name for that thread.
-        if not self._events.file_writer.event_writer._worker.is_alive():
-            raise OSError(f"cannot write into {self._folder}")
+        if not events.file_writer.event_writer._worker.is_alive():
+            raise OSError(f"cannot write into {path}")
+        for name, value in values.items():
+            events.add_scalar(f"{kind}/{name}", value, number)
+
+    def close() -> None:
+        add("", 0, {})
+        events.close()
+
+    return _Tracker(add, close), ""
 
 
-class _WeightsAndBiases:
-    """A run of Weights & Biases, in the project kerasdp unless $WANDB_PROJECT names another; $WANDB_MODE=offline."""
+def _wandb(facts: Facts, folder: str, _: int, known: str | None) -> tuple[_Tracker, str]:
+    """Begins a run of Weights & Biases, in the project kerasdp unless $WANDB_PROJECT names another."""
+    import wandb
 
-    def __init__(self, facts: Facts, folder: str, last_step: int):
-        import wandb
+    place = {"project": os.environ.get("WANDB_PROJECT", _PROJECT), "dir": folder, "id": known, "resume": "allow"}
+    run = wandb.init(**place, name=facts.title, config=facts.choices, settings=wandb.Settings(silent=True))
+    for kind in ("step", "epoch"):
+        run.define_metric(f"{kind}/*", step_metric=kind)
 
-        known = _saved(folder, "wandb", last_step)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            name=facts.title,
-            dir=folder,
-            config=facts.choices,
-            id=known,
-            resume="allow",
-            settings=wandb.Settings(silent=True),
-        )
-        _save(folder, "wandb", self._run.id)
-        for kind in ("step", "epoch"):
-            self._run.define_metric(f"{kind}/*", step_metric=kind)
+    def add(kind: str, number: int, values: dict[str, float]) -> None:
+        run.log({kind: number} | {f"{kind}/{name}": value for name, value in values.items()})
 
-    def add(self, kind: str, number: int, values: dict[str, float]) -> None:
-        self._run.log({kind: number} | {f"{kind}/{name}": value for name, value in values.items()})
-
-    def close(self) -> None:
-        self._run.finish()
+    return _Tracker(add, run.finish), run.id
 
 
-class _MLflow:
-    """A run of MLflow, in the experiment kerasdp, where $MLFLOW_TRACKING_URI says, else where MLflow keeps its runs."""
+def _mlflow(facts: Facts, _: str, __: int, known: str | None) -> tuple[_Tracker, str]:
+    """Begins a run of MLflow, in the experiment kerasdp, where $MLFLOW_TRACKING_URI says."""
+    import mlflow
+    from mlflow.entities import Param
 
-    def __init__(self, facts: Facts, folder: str, last_step: int):
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+    client = mlflow.MlflowClient()
+    found = client.get_experiment_by_name(_PROJECT)
+    experiment = found.experiment_id if found else client.create_experiment(_PROJECT)
+    run = known or client.create_run(experiment, run_name=facts.title).info.run_id
+    if not known:
+        client.log_batch(run, params=[Param(name, str(value)) for name, value in facts.choices.items()])
 
-        self._client = MlflowClient()
-        known = self._client.get_experiment_by_name(_PROJECT)
-        experiment = known.experiment_id if known else self._client.create_experiment(_PROJECT)
-        self._run = _saved(folder, "mlflow", last_step)
-        if self._run is None:
-            self._run = self._client.create_run(experiment, run_name=facts.title).info.run_id
-            settings = facts.choices.items()
-            self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in settings])
-        _save(folder, "mlflow", self._run)
+    def add(kind: str, number: int, values: dict[str, float]) -> None:
+        mlflow.log_metrics({f"{kind}/{name}": value for name, value in values.items()}, step=number, run_id=run)
 
-    def add(self, kind: str, number: int, values: dict[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        metrics = [Metric(f"{kind}/{name}", value, now, number) for name, value in values.items()]
-        self._client.log_batch(self._run, metrics=metrics)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    return _Tracker(add, functools.partial(client.set_terminated, run)), run
 
 
-_MAKERS: dict[str, Callable[[Facts, str, int], Any]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
-    "mlflow": _MLflow,
-}
+_BEGIN: dict[str, Callable[[Facts, str, int, str | None], tuple[_Tracker, str]]] = {
+    "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow
+}  # fmt: skip
 
 
 def _first_line(error: Exception) -> str:
     return redacted(str(error).partition("\n")[0]) or type(error).__name__
 
 
-def _saved(folder: str, tracker: str, last_step: int) -> str | None:
-    """Returns the id under which a tracker knows the run that is resumed; None for a new run."""
-    return _known(folder).get(tracker) if last_step else None
-
-
-def _save(folder: str, tracker: str, run_id: str) -> None:
-    known = _known(folder)
-    with open(os.path.join(folder, "trackers.json"), "w") as file:
-        json.dump(known | {tracker: run_id}, file)
-
-
-def _known(folder: str) -> dict[str, str]:
-    """Returns the ids of the run, by tracker."""
+def _ids_in(path: str) -> dict[str, str]:
+    """Returns the ids under which trackers know a run that is resumed."""
     found: Any = None
-    unreadable = contextlib.suppress(OSError, ValueError, RecursionError)
-    with unreadable, open(os.path.join(folder, "trackers.json")) as file:
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(path) as file:
         found = json.load(file)
     items = found.items() if isinstance(found, dict) else ()
     return {name: run_id for name, run_id in items if isinstance(run_id, str)}

@@ -79,8 +79,6 @@ class RunState:
         self.observer: StepObserver | None = None
         self.evaluated: Evaluated | None = None
         self._listeners: list[StepListener] = []
-        # Called as `listener(epoch, metrics)` at the end of each epoch, on every rank.
-        self.epoch_listeners: list[Callable[[int, dict[str, float]], None]] = []
         self.begin_fit()
 
     def begin_fit(

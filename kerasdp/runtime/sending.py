@@ -73,26 +73,22 @@ class SentFunction:
 
 
 @contextlib.contextmanager
-def sent(function: Callable[..., Any], to_other_machines: bool = False) -> Iterator[SentFunction]:
+def sent(function: Callable[..., Any]) -> Iterator[SentFunction]:
     """Makes a function ready to be sent to processes that are started in the context.
 
     Args:
-        function: wherever it was written. One that has been sent already stays as it is.
-        to_other_machines: whether its large arrays travel with it, instead of in a file.
+        function: wherever it was written.
 
     Raises:
         UserError: if it refers to something that cannot be sent; the text names it.
     """
-    if isinstance(function, SentFunction):
-        yield function
-        return
-    large: list[memoryview] | None = None if to_other_machines else []
+    large: list[memoryview] = []
     with without_tensorflow_for():
         try:
             pickled = _pickled(function, large)
         except Exception as error:
             raise UserError(why_unsendable(function, error, _pickle_to_nowhere)) from error
-    with _in_file(large or [], function) as (path, places):
+    with _in_file(large, function) as (path, places):
         yield SentFunction(pickled, path, places)
 
 
@@ -127,9 +123,8 @@ class _Pickler(cloudpickle.Pickler):
         by_code: those that it has pickled so.
     """
 
-    def __init__(self, file: Any, large: list[memoryview] | None):
-        aside = None if large is None else lambda buffer: _is_small(buffer, large)
-        super().__init__(file, protocol=5, buffer_callback=aside)
+    def __init__(self, file: Any, large: list[memoryview]):
+        super().__init__(file, protocol=5, buffer_callback=lambda buffer: _is_small(buffer, large))
         self.by_code: list[Any] = []
         self._stack = contextlib.ExitStack()
 
@@ -171,7 +166,7 @@ class _Pickler(cloudpickle.Pickler):
             self._stack.callback(cloudpickle.unregister_pickle_by_value, module)
 
 
-def _pickled(function: Callable[..., Any], large: list[memoryview] | None) -> bytes:
+def _pickled(function: Callable[..., Any], large: list[memoryview]) -> bytes:
     with _Pickler(_Nowhere(), []) as first:
         first.dump(function)
     # Who looks for a class by its name, as `pickle` does, finds it in the worker, too.

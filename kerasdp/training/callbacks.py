@@ -190,8 +190,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self._rank_sync.after_epoch(self._trained)
         if self.checkpointer:
             self.checkpointer.after_epoch(report.plain(numbers))
-        for listener in self.state.epoch_listeners:
-            listener(epoch, report.plain(numbers))
 
     def _gather_for_callbacks(self) -> None:
         if self._has_callbacks:

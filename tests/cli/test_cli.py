@@ -99,8 +99,8 @@ def test_help_names_the_flags_of_the_recipe_in_groups(name, capsys):
 
 def test_help_is_short_where_a_recipe_takes_little(capsys):
     text, listed = help_of("predict", capsys)
-    assert {"checkpoint", "inputs", "output", "gpus"} <= set(listed)
-    assert not {"epochs", "optimizer", "hosts", "sweep", "backends"} & set(listed)
+    assert {"checkpoint", "dataset", "output", "gpus"} <= set(listed)
+    assert not {"epochs", "optimizer", "hosts", "trials", "backends"} & set(listed)
     assert text.count("\n") < help_of("train", capsys)[0].count("\n") / 2
 
 
@@ -135,17 +135,17 @@ def test_recipes_name_fields():
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
-        "accumulate", "activation", "also_train", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
+        "accumulate", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
         "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
-        "checkpoint_weights", "compile", "coordinator", "cpus_per_worker", "cut_at", "data_dir", "data_on_device",
+        "checkpoint_weights", "compile", "coordinator", "cut_at", "data_dir", "data_on_device",
         "dataset", "deterministic", "device", "device_counts", "devices", "early_stopping",
-        "ema", "epochs", "export", "fine_tuning_rate", "frozen", "gpus", "gradient_precision",
-        "hang_timeout", "head_epochs", "host_rank", "hosts", "inputs", "interface", "keep", "kernel_initializer",
-        "label_smoothing", "learning_rate", "log_every", "lora_alpha", "lora_rank", "lora_targets", "lr_base_batch",
-        "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "other_python", "output",
-        "pipeline_schedule", "precision", "preset", "profile", "prompt", "remat", "repetitions", "resume",
-        "schedule", "seed", "shard", "size", "split_size", "split_sizes", "stages",
-        "strategy", "sweep", "task", "to", "tracker", "trials", "trust_checkpoint", "verbose", "warmup", "weights",
+        "ema", "epochs", "export", "fine_tuning_rate", "gpus", "gradient_precision", "hang_timeout",
+        "head_epochs", "host_rank", "hosts", "interface", "keep", "kernel_initializer", "label_smoothing",
+        "learning_rate", "log_every", "lora_rank", "lr_base_batch", "max_restarts", "max_steps",
+        "micro_batches", "model", "optimizer", "other_python", "output", "pipeline_schedule", "precision",
+        "preset", "profile", "remat", "repetitions", "resume", "schedule", "seed", "shard", "size",
+        "split_size", "split_sizes", "stages", "strategy", "to", "tracker", "trials", "verbose", "warmup",
+        "weights",
         "workdir", "workers",
     ]  # fmt: skip
 
@@ -238,28 +238,23 @@ def test_the_lesson():
             parse_recipe("from_scratch", ["from_scratch.py", flag])
 
 
-def test_what_a_trained_model_is_used_on(tmp_path):
-    config, request = parse_recipe(
-        "predict", ["predict.py", "--checkpoint=runs/mine", f"--inputs={tmp_path}", "--gpus=2", "--output=all.npy"]
+def test_what_a_trained_model_is_used_on():
+    config, choices = parse_recipe(
+        "predict", ["predict.py", "--checkpoint=runs/mine", "--dataset=mnist", "--gpus=2", "--output=all.npy"]
     )
-    assert (config.num_devices, request.checkpoint, request.inputs) == (2, "runs/mine", str(tmp_path))
-    assert (request.output_path, request.model, request.dataset) == ("all.npy", None, None)
-    assert parse_recipe("evaluate", ["evaluate.py", "--checkpoint=m.keras", "--dataset=mnist"])[1].dataset == "mnist"
-    for flags, words in [
-        ([], "--checkpoint is needed"),
-        (["--checkpoint=m.keras", "--epochs=3"], "--epochs has no effect here: a trained model is used here"),
-        (["--checkpoint=m.keras", "--inputs=nowhere.npy"], "--inputs: there is no file or folder 'nowhere.npy'"),
-        (
-            ["--checkpoint=m.keras", f"--inputs={tmp_path}", "--dataset=mnist"],
-            "--inputs and --dataset both name the data",
-        ),
-        (["--checkpoint=m.keras", "--output=a.txt"], "--output: expected a file that ends in .npy, .csv, .parquet"),
-        (["--checkpoint=m.keras", "--activation=tanh"], "--activation: expected one of softmax, sigmoid, none"),
+    assert (config.num_devices, config.dataset) == (2, "mnist")
+    assert choices == {"checkpoint": "runs/mine", "output": "all.npy"}
+    config, choices = parse_recipe("export", ["export.py", "--checkpoint=m.keras", "--to=m.onnx"])
+    assert (config.num_devices, choices) == (1, {"checkpoint": "m.keras", "to": "m.onnx"})
+    for name, flags, words in [
+        ("predict", [], "--checkpoint is needed"),
+        ("predict", ["--checkpoint=m.keras", "--epochs=3"], "--epochs has no effect here: a trained model is used"),
+        ("predict", ["--checkpoint=m.keras", "--output=a.txt"], "--output: expected a file that ends in .npy or .csv"),
+        ("evaluate", ["--checkpoint=m.keras", "--output=a.csv"], "--output has no effect here"),
+        ("export", ["--checkpoint=m.keras"], "--to is needed: NAME.keras, NAME.onnx, or a folder, for a SavedModel"),
     ]:
         with pytest.raises(UserError, match=words):
-            parse_recipe("predict", ["predict.py", *flags])
-    with pytest.raises(UserError, match="--output has no effect here"):
-        parse_recipe("evaluate", ["evaluate.py", "--checkpoint=m.keras", "--output=a.csv"])
+            parse_recipe(name, [f"{name}.py", *flags])
     with pytest.raises(UserError, match="--checkpoint has no effect here: it belongs to recipes/predict.py"):
         parse_training("--checkpoint=m.keras")
 

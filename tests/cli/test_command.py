@@ -197,7 +197,7 @@ SHORT = {
     "custom_model": [],
     "from_scratch": ["--dataset=digits", "--batch_size=64", "--device=cpu", "--epochs=1"],
     "text": ["--device=cpu", "--max_steps=2"],
-    "sweep": ["--sweep=seed=1,2", "--model=mlp", "--device=cpu", "--max_steps=2"],
+    "sweep": ["--trials=2", "--model=mlp", "--device=cpu", "--max_steps=2"],
     "make_shards": ["shards"],
     "sharded": ["--data_dir=../by-name-make_shards/shards", "--device=cpu", "--max_steps=2"],
     "transfer": [

@@ -10,7 +10,7 @@ import pytest
 
 from kerasdp import config, errors
 from kerasdp.cli.flags import Own
-from kerasdp.config import Config, Request, validation
+from kerasdp.config import Config, validation
 from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
 
@@ -135,13 +135,11 @@ def test_a_config_is_frozen_and_fits_into_json():
     assert Config(**json.loads(json.dumps(settings.as_dict()))) == settings
 
 
-@pytest.mark.parametrize("record", [Config, Request, Own])
+@pytest.mark.parametrize("record", [Config, Own])
 def test_each_choice_is_written_once(record):
     """With its field: default, meaning, range and flags. Defaults are in their ranges; the docstring is made of it."""
     known = choices_of(record)
-    assert [field.name for field in dataclasses.fields(record) if field.name not in known] == (
-        ["workdir"] if record is Request else []
-    )
+    assert [field.name for field in dataclasses.fields(record) if field.name not in known] == []
     for name, choice in known.items():
         assert choice.help.endswith((".", "...")) and choice.allowed.expected and choice.group
         assert choice.default is None or isinstance(choice.default, choice.kinds)
@@ -157,7 +155,7 @@ def test_each_choice_is_written_once(record):
 
 def test_switches_are_those_that_messages_know():
     """`errors` lies below the table, and names those that people in Python write as `resume=True`."""
-    known = choices_of(Config) | choices_of(Request)
+    known = choices_of(Config)
     assert {name for name, choice in known.items() if bool in choice.kinds} == set(errors._SWITCHES)
     assert {choice.flags[-1]: name for name, choice in known.items() if choice.flags != [name]}.items() <= (
         errors.FIELDS_OF_FLAGS.items()

@@ -3,25 +3,29 @@
     python finetune.py BACKEND NUM_DEVICES CASE...
 
 A case is one of `CASES`, or JSON: settings of the run, and `epochs`, `also_train`, `optimizer`, `shift` of a frozen
-weight. Prints, by case: losses of 5 steps an epoch, sums of the variables, those in which devices differ, how many
-numbers train, bytes of the newest checkpoint; or what was refused.
+weight. The adapters are those of recipes/finetune.py. Prints, by case: losses of 5 steps an epoch, sums of the
+variables, those in which devices differ, how many numbers train, bytes of the newest checkpoint; or what was refused.
 """
 
 import functools
 import json
 import os
+import pathlib
 import sys
 
 import numpy as np
 
 import kerasdp
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "recipes"))
+
+from finetune import add_adapters
+
 ROWS, BATCH = 75, 16  # the last batch of 11 rows
 CASES = {
     "plain": {}, "accumulate": {"accumulate": 2}, "optimizer": {"shard": "optimizer"}, "weights": {"shard": "weights"},
     "remat": {"remat": "*attention*"}, "pipeline": {"strategy": "pipeline", "cut_at": "norm"},
-    "tensor": {"strategy": "tensor"}, "frozen": {"frozen": "bfloat16"},
-    "together": {"frozen": "bfloat16", "shard": "weights", "remat": "*attention*"},
+    "tensor": {"strategy": "tensor"}, "together": {"shard": "weights", "remat": "*attention*"},
 }  # fmt: skip
 
 
@@ -30,7 +34,7 @@ def build():
     from keras import layers
 
     tokens = keras.Input((12,), dtype="int32")
-    x = layers.Embedding(64, 32)(tokens)
+    x = layers.Embedding(64, 32, name="words")(tokens)
     x = layers.add([x, layers.MultiHeadAttention(2, 16, dropout=0.1, name="attention")(x, x)])
     x = layers.BatchNormalization(name="norm")(layers.Dropout(0.2)(layers.Dense(64, "gelu", name="hidden")(x)))
     return keras.Model(tokens, layers.Dense(10, name="head")(layers.GlobalAveragePooling1D()(x)))
@@ -42,7 +46,7 @@ def numbers_of(variables):
     return [np.array(keras.ops.convert_to_numpy(one)) for one in variables]
 
 
-def train(runner, epochs, also_train, optimizer, frozen, shift):
+def train(runner, epochs, also_train, optimizer, shift):
     import keras
 
     from kerasdp.keras_compat.layers import frozen_weights
@@ -52,7 +56,9 @@ def train(runner, epochs, also_train, optimizer, frozen, shift):
     with runner.scope():
         model = build()
     model.get_layer("hidden").bias.assign_add(np.full(64, shift))
-    kerasdp.add_adapters(model, 4, alpha=2, also_train=also_train, frozen=frozen)
+    add_adapters(model, 4)
+    for weight in model.get_layer(also_train).weights:
+        weight.trainable = True
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(getattr(keras.optimizers, optimizer)(1e-2, global_clipnorm=1.0), loss)
     held, losses = numbers_of(frozen_weights(model)), []
@@ -63,7 +69,7 @@ def train(runner, epochs, also_train, optimizer, frozen, shift):
 
     found = runner.fit(model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0,
                        callbacks=[Losses()])  # fmt: skip
-    assert {one.dtype for one in frozen_weights(model)} == {"float64" if frozen == "float32" else frozen}
+    assert {one.dtype for one in frozen_weights(model)} == {"float64"}
     assert all(map(np.array_equal, numbers_of(frozen_weights(model)), held)) and len(held) == 13
     return {
         "losses": losses + found.history["val_loss"],
@@ -74,7 +80,7 @@ def train(runner, epochs, also_train, optimizer, frozen, shift):
 
 
 def outcome(backend, num_devices, **settings):
-    own = {"epochs": 4, "also_train": "head", "optimizer": "AdamW", "frozen": "float32", "shift": 0.0}
+    own = {"epochs": 4, "also_train": "head", "optimizer": "AdamW", "shift": 0.0}
     function = functools.partial(train, **{name: settings.pop(name, value) for name, value in own.items()})
     settings |= {"precision": "float64", "device": "cpu", "verbose": 0}
     try:

@@ -169,7 +169,7 @@ def test_a_resumed_run_takes_whatever_lies_in_its_folder(tmp_path, capsys):
         f"warning: cannot write {folder}/{name} (Is a directory); training continues"
         for name in ("history.csv", "report.json")
     ]
-    assert run_files._known(str(folder)) == {}
+    assert run_files._ids_in(str(folder / "trackers.json")) == {}
 
 
 def test_what_lacks_something_is_known_at_the_end(tmp_path):

@@ -12,13 +12,13 @@ import keras
 import numpy as np
 import pytest
 
+import kerasdp
 from kerasdp.checkpoint import files, state
 from kerasdp.checkpoint.state import architecture_of, build_architecture, gather, load_keras_file
 from kerasdp.checkpoint.storage import folder_at
-from kerasdp.cli.main import parse, parse_recipe
-from kerasdp.config import Config, Request
+from kerasdp.cli.main import parse
+from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.inference import load_trained, open_samples
 from kerasdp.models import build_model
 from tests.helpers import PROGRAMS, run
 
@@ -51,58 +51,14 @@ def checkpoint(folder, *, architecture=None, trained=None, **config):
     return path
 
 
-def used(**request):
-    """What recipes/evaluate.py and recipes/predict.py do with a checkpoint."""
-    return open_samples(Request(**request), load_trained(Request(**request)))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["subprocess:getoutput(cmd='touch {ran}')", "evil:build", "{folder}/evil.py:build", " evil:build()", "evil:build("],
-)
-def test_a_data_set_that_a_checkpoint_names_is_a_built_in_one(name, ran, tmp_path):
-    """The data set of the run is what is evaluated where nobody names another."""
-    path = checkpoint(tmp_path, dataset=name.format(ran=ran, folder=tmp_path))
-    with pytest.raises(UserError, match="--dataset: ") as caught:
-        used(checkpoint=path)
-    assert "\n" not in str(caught.value)
-    assert used(checkpoint=path, dataset="digits").labels.shape == (360,)  # who names the data needs no trust
-
-
 @pytest.mark.parametrize("name", ["evil:build", "{folder}/evil.py:build"])
 @pytest.mark.parametrize("architecture", [{}, {"class_name": "Odd", "module": "odd", "config": {}}])
-def test_a_model_that_a_checkpoint_names_is_a_built_in_one(name, architecture, ran, tmp_path):
-    """It is asked for its name where it holds no layers, or layers that are not known."""
+def test_a_model_that_a_checkpoint_names_is_not_built(name, architecture, ran, tmp_path):
+    """Where it holds no layers, or layers that are not known."""
     path = checkpoint(tmp_path, architecture=architecture, trained=DENSE, model=name.format(folder=tmp_path))
-    with pytest.raises(
-        UserError, match="--checkpoint: the model of|--model: .* names .*evil.*, which is code"
-    ) as caught:
-        load_trained(Request(checkpoint=path))
+    with pytest.raises(UserError, match="load_model: .*; build the model yourself, and give it") as caught:
+        kerasdp.load_model(path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_checkpoint_that_is_trusted_runs_its_code_and_says_so(tmp_path, capsys):
-    (tmp_path / "own.py").write_text(
-        "import numpy as np\n"
-        "def load():\n"
-        "    x, y = np.zeros((20, 28, 28, 1), 'uint8'), np.arange(20) % 10\n"
-        "    return (x, y), (x, y)\n"
-    )
-    path = checkpoint(tmp_path, dataset=f"{tmp_path}/own.py:load")
-    with pytest.raises(
-        UserError, match=r"names .*own.py:load, which is code that whoever wrote the file chose; name it"
-    ):
-        used(checkpoint=path)
-    assert used(checkpoint=path, trust_checkpoint=True).labels.shape == (20,)
-    said = f"runs {tmp_path}/own.py:load: the dataset that {path} names (--trust_checkpoint)\n"
-    assert capsys.readouterr().out == said
-
-
-@pytest.mark.parametrize("recipe", ["evaluate", "predict", "export"])
-def test_each_recipe_that_uses_a_checkpoint_has_the_flag(recipe):
-    words = ["recipe.py", "--checkpoint=a", *(["--to=b.keras"] if recipe == "export" else [])]
-    without, trusted = (parse_recipe(recipe, [*words, *more])[1] for more in ([], ["--trust_checkpoint"]))
-    assert (without.trust_checkpoint, trusted.trust_checkpoint) == (False, True)
 
 
 def marshalled(program):
@@ -198,20 +154,6 @@ def test_layers_that_models_are_made_of_are_taken(tmp_path):
     assert build_architecture(architecture_of(model)).count_params() == model.count_params()
 
 
-def test_arrays_of_a_file_are_numbers(ran, tmp_path):
-    trained = load_trained(Request(checkpoint=checkpoint(tmp_path)))
-    objects = np.empty(1, object)
-    objects[0] = Evil(ran)
-    np.save(tmp_path / "x.npy", objects)
-    np.savez(tmp_path / "x.npz", x=objects)
-    (tmp_path / "pickle.npy").write_bytes(pickle.dumps(Evil(ran)))
-    (tmp_path / "broken.npz").write_bytes(b"PK\3\4 no zip")
-    for name in ("x.npy", "x.npz", "pickle.npy", "broken.npz"):
-        with pytest.raises(UserError, match=f"--inputs: .*{name} cannot be read as arrays") as caught:
-            open_samples(Request(checkpoint="a", inputs=str(tmp_path / name)), trained)
-        assert "\n" not in str(caught.value)
-
-
 class Own(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
@@ -262,11 +204,9 @@ def test_a_resumed_run_takes_no_name_from_its_checkpoint(ran, tmp_path):
     assert again.returncode == 0, again.stderr
 
 
-@pytest.mark.parametrize(
-    "content", ["--model=evil:build\n", "--dataset\nevil:build\n", "--sweep=model=mlp,evil:build", "--trust_checkpoint"]
-)
+@pytest.mark.parametrize("content", ["--model=evil:build\n", "--dataset\nevil:build\n"])
 def test_a_flagfile_in_the_folder_of_a_run_names_no_code(content, ran, tmp_path, monkeypatch):
-    """Nor does it trust a checkpoint, which may name some; wherever absl finds it, as in the home folder."""
+    """Wherever absl finds it, as in the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "run"
     folder.mkdir()

@@ -1,0 +1,120 @@
+"""A trained model is loaded from whatever holds it, or a line says what is missing."""
+
+import keras
+import numpy as np
+import pytest
+
+import kerasdp
+from kerasdp.checkpoint import files
+from kerasdp.checkpoint.state import architecture_of, build_architecture, gather
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+from kerasdp.models import build_model
+
+IMAGES = np.random.RandomState(0).randint(0, 256, (3, 28, 28, 1)).astype("uint8")
+
+
+class Subclassed(keras.Model):
+    """A model that no description holds."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.flatten, self.dense = keras.layers.Flatten(), keras.layers.Dense(num_classes)
+
+    def call(self, x):
+        return self.dense(self.flatten(x))
+
+
+def saved(trained, folder, step=1, **config):
+    """Writes what a run of the model would leave."""
+    state = {"step": step, "config": Config(**config).as_dict(), "architecture": architecture_of(trained)}
+    path = files.path_of(str(folder / "checkpoints"), step)
+    files.save(path, files.Checkpoint(arrays=gather(trained, ("model",)), state=state))
+    return path
+
+
+def assert_alike(model, other):
+    np.testing.assert_allclose(model.predict(IMAGES, verbose=0), other.predict(IMAGES, verbose=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lenet", "convnet"])
+def test_a_checkpoint_holds_its_model(name, tmp_path):
+    model = build_model(Config(model=name), (28, 28, 1), 10)
+    path = saved(model, tmp_path, step=7, model="mlp")  # what the flags said does not matter
+    saved(build_model(Config(model=name), (28, 28, 1), 10), tmp_path, step=5)
+    for place in (path, str(tmp_path), tmp_path / "checkpoints"):  # of a folder the newest
+        assert_alike(kerasdp.load_model(place), model)
+    other = build_model(Config(model=name), (28, 28, 1), 10)
+    assert kerasdp.load_model(path, other) is other
+    assert_alike(other, model)
+
+
+@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+def test_a_file_of_keras(ending, tmp_path):
+    model, path = build_model(Config(), (28, 28, 1), 10), str(tmp_path / f"model{ending}")
+    kerasdp.export(model, path)
+    other = build_model(Config(), (28, 28, 1), 10)
+    assert kerasdp.load_model(path, other) is other
+    assert_alike(other, model)
+    if ending == ".keras":
+        assert_alike(kerasdp.load_model(path), model)
+    else:
+        with pytest.raises(UserError, match="has weights alone; build the model yourself, and give it"):
+            kerasdp.load_model(path)
+    with pytest.raises(UserError, match="load_model: the model of .* cannot be loaded .*; give the model that was"):
+        kerasdp.load_model(path, build_model(Config(model="convnet"), (28, 28, 1), 10))
+
+
+def test_a_model_that_is_no_graph_is_given(tmp_path):
+    model, other = Subclassed(10), Subclassed(10)
+    model(IMAGES)
+    path = saved(model, tmp_path)
+    with pytest.raises(UserError, match="has weights, and no layers; build the model yourself, and give it"):
+        kerasdp.load_model(path)
+    with pytest.raises(UserError, match="expected a model with weights: call subclassed"):
+        kerasdp.load_model(path, other)
+    other(IMAGES)
+    assert_alike(kerasdp.load_model(path, other), model)
+    wrong = Subclassed(7)
+    wrong(IMAGES)
+    with pytest.raises(UserError, match="the checkpoint is of another model: .*; build the model yourself, and give"):
+        kerasdp.load_model(path, wrong)
+
+
+def test_layers_take_the_precision_of_the_run_that_uses_them():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        described = architecture_of(build_model(Config(), (28, 28, 1), 10))
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert {layer.compute_dtype for layer in build_architecture(described).layers} == {before.compute_dtype}
+
+
+def test_files_that_hold_no_model(tmp_path):
+    (tmp_path / "text.keras").write_text("no model")
+    (tmp_path / "text.safetensors").write_text("no checkpoint")
+    (tmp_path / "text.txt").write_text("nothing")
+    (tmp_path / "empty").mkdir()
+    model = build_model(Config(), (28, 28, 1), 10)
+    saved(model, tmp_path / "part", checkpoint_weights="trained")
+    for name, words in [
+        ("nowhere", "load_model: there is no file or folder"),
+        ("nowhere.keras", "load_model: there is no file or folder"),
+        ("text.keras", "load_model: the model of .*text.keras cannot be loaded"),
+        ("text.safetensors", "load_model: .* is corrupt or truncated"),
+        ("text.txt", "load_model: expected a workdir, a folder of checkpoints, .safetensors, .keras or .weights.h5"),
+        ("empty", "load_model: there are no checkpoints in .*empty"),
+        ("part", "holds the weights that trained, and not the others .*resume its run with .*export"),
+    ]:
+        for given in ((), (model,)):
+            with pytest.raises(UserError, match=words) as caught:
+                kerasdp.load_model(str(tmp_path / name), *given)
+            assert "\n" not in str(caught.value)
+
+
+def test_layers_that_are_not_known_here(tmp_path):
+    x = keras.Input((3,))
+    model = keras.Model(x, keras.layers.Dense(2)(keras.layers.Lambda(lambda y: 2 * y)(x)))
+    with pytest.raises(UserError, match="has weights, and no layers; build the model yourself, and give it"):
+        kerasdp.load_model(saved(model, tmp_path))
