@@ -156,33 +156,6 @@ def updating_parts(
     return replaced_in_each(changes)
 
 
-def taking_parts(optimizer: Any, own: Callable[[Any, Any], Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which an optimizer is given whole gradients, clips them by norms, and updates parts.
-
-    Keras 3.15: `_backend_apply_gradients` gets gradients that are not scaled any more, and `_clip_gradients` clips
-    them. No public way.
-
-    Args:
-        optimizer: built; not one that clips the sums of several steps' gradients by norms.
-        own: gives the part of a weight's gradient.
-    """
-    inner = inner_optimizer(optimizer)
-
-    def apply(gradients: list[Any], weights: list[Any]) -> None:
-        if clips_by_norms(inner):
-            gradients = inner._clip_gradients(gradients)
-        with replaced(inner, clipnorm=None, global_clipnorm=None):
-            apply_as_keras([own(weight, gradient) for gradient, weight in zip(gradients, weights)], weights)
-
-    apply_as_keras = inner._backend_apply_gradients
-    return replaced(inner, _backend_apply_gradients=apply)
-
-
-def clips_by_norms(optimizer: Any) -> bool:
-    """Returns whether an optimizer clips gradients by norms: it looks at all numbers of each, or of all together."""
-    return bool(optimizer.clipnorm or optimizer.global_clipnorm)
-
-
 def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of: Callable[[Any], Any]) -> bool:
     """Returns whether a built optimizer makes of a part of a weight what it makes of that part within the whole.
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
-from kerasdp.backends.parts import PartsByModel
 from kerasdp.backends.steps import TrainedWeights, compared_variables, held_in_words
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.gradients import num_differentiated
-from kerasdp.backends.torch.parts import Parts
+from kerasdp.backends.torch.parts import Parts, PartsByModel
 from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
@@ -42,7 +41,7 @@ class DataParallel(TorchStrategy):
         self.num_replicas = devices.count
         self.splits_batches = self.num_replicas > 1
         self.shard = self.processes.rank, devices.count
-        self._parts = PartsByModel(config, devices.count, lambda model: Parts(model, config))
+        self._parts = PartsByModel(config, devices.count)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows to its device."""

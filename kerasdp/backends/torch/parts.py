@@ -3,13 +3,12 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.parts import CutVariables
 from kerasdp.backends.torch.collectives import gather_by_group
 from kerasdp.backends.torch.private import (
     all_reduce_async,
@@ -19,7 +18,9 @@ from kerasdp.backends.torch.private import (
     wait,
 )
 from kerasdp.config import Config
-from kerasdp.sharding import part_of
+from kerasdp.errors import UserError
+from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.sharding import cut_axis, part_of, part_shape
 
 # Bytes of several weights that travel in one message; what is larger travels alone.
 _MESSAGE_BYTES = 25 * 2**20
@@ -27,48 +28,122 @@ _MESSAGE_BYTES = 25 * 2**20
 _MESSAGES = 8
 
 
-class Parts(CutVariables):
-    """What this rank holds of the variables of one model that are cut.
+class Parts:
+    """What this rank holds of the variables of one model that are cut, by `cut_axis`.
 
-    Args:
+    A variable that is cut holds this rank's part while steps run, and the whole in between, where callbacks and
+    checkpoints read it: `cut` and `gather` change from one to the other.
+
+    Attributes:
         model: built.
-        config: `shard`, `backend` and `gradient_precision` are read.
+        size: how many ranks hold a part each.
+        holds_weights: whether the weights are cut, too.
+        cut_weights: each with the axis along which it is cut, or what the optimizer keeps for it.
+        axes: of these, by the `id` of the weight.
+        is_cut: whether steps run.
     """
 
     def __init__(self, model: Any, config: Config):
-        super().__init__(model, config, dist.get_world_size())
-        self._rank = dist.get_rank()
+        """`config`: `shard` and `gradient_precision` are read."""
+        from kerasdp.keras_compat.layers import is_next_value
+
+        self.model, self.size, self._rank = model, dist.get_world_size(), dist.get_rank()
+        self.holds_weights = config.shard == "weights"
+        self._optimizer = getattr(model, "optimizer", None)
+        weights = model.variables if self.holds_weights else model.trainable_variables
+        # A constraint looks at all of its weight, and a maximum is that of all replicas.
+        self.cut_weights = [
+            (weight, axis)
+            for weight in weights
+            if weight.constraint is None
+            and not is_next_value(weight)
+            and (axis := cut_axis(weight.shape, self.size)) is not None
+        ]
+        self.axes = {id(weight): axis for weight, axis in self.cut_weights}
+        # What was cut, with its axis and the tensor of this rank's part, which compiled steps know.
+        self._held: dict[int, tuple[Any, int, torch.Tensor]] = {}
+        self.is_cut = False
         # In which gradients are sent, if not in the type of the weight.
         self._sent_type = torch.bfloat16 if config.gradient_precision == "bfloat16" else None
         self._groups: dict[int, int] = {}
 
-    def number(self) -> int:
-        """See `CutVariables`."""
-        return self._rank
+    @property
+    def is_stale(self) -> bool:
+        """Returns whether the model was compiled again since, so that other variables are cut."""
+        return getattr(self.model, "optimizer", None) is not self._optimizer
+
+    def require_steps_of_keras(self, own: Iterable[str]) -> None:
+        """Raises `UserError` if there are user-defined steps, by their names: they know nothing of parts."""
+        if names := ", ".join(sorted(own)):
+            raise UserError(
+                f"--shard={'weights' if self.holds_weights else 'optimizer'}: --backend=torch knows the steps of fit, "
+                f"evaluate and predict as Keras has them. Received: {names} of {self.model.name}; use --backend=jax"
+            )
 
     def cut(self) -> None:
-        """See `CutVariables`."""
-        super().cut()
+        """Lets each variable hold a part of it; what was assigned to the whole is kept."""
+        from kerasdp.keras_compat.layers import held_in_parts, raw_value
+
+        if self.is_cut:
+            return
+        for variable, axis in self.to_cut():
+            value = raw_value(variable)
+            if tuple(value.shape) != tuple(variable.shape):
+                raise UserError(f"--shard: {variable.path} is held in parts by the training of another model just now")
+            part, known = part_of(value.detach(), axis, self._rank, self.size), self._held.get(id(variable))
+            kept = part.clone(memory_format=torch.contiguous_format) if known is None else known[2].copy_(part)
+            # Of the parameter itself, which Keras (3.15) holds in modules, too: there the whole would stay.
+            value.data = kept
+            self._held[id(variable)] = variable, axis, kept
+            held_in_parts(variable, True)
+        self.is_cut = True
         if self.holds_weights and not self._groups:
             self._groups = _groups_of([weight for weight, _ in self.cut_weights])
 
-    def hold(self, variable: Any, axis: int, value: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        """See `CutVariables`."""
-        part = part_of(value.detach(), axis, self._rank, self.size)
-        kept = part.clone(memory_format=torch.contiguous_format) if kept is None else kept.copy_(part)
-        # Of the parameter itself, which Keras (3.15) holds in modules, too: there the whole would stay.
-        value.data = kept
-        return kept
+    def gather(self) -> None:
+        """Lets each variable hold all of it, one after the other. Called by all processes together."""
+        from kerasdp.keras_compat.layers import held_in_parts, raw_value
 
-    def whole_of(self, axis: int, kept: torch.Tensor) -> torch.Tensor:
-        """See `CutVariables`."""
+        for variable, axis, kept in self._held.values() if self.is_cut else ():
+            raw_value(variable).data = self.whole([kept], [axis])[0]
+            held_in_parts(variable, False)
+        self.is_cut = False
+
+    def read(self, variable: Any) -> Any:
+        """Returns the whole value of a variable, which stays as it is. Called by all processes together."""
+        if not self.is_cut or id(variable) not in self._held:
+            return variable
+        _, axis, kept = self._held[id(variable)]
         return self.whole([kept], [axis])[0]
 
-    def hold_whole(self, variable: Any, whole: torch.Tensor, kept: torch.Tensor) -> None:
-        """See `CutVariables`."""
-        from kerasdp.keras_compat.layers import raw_value
+    def to_cut(self) -> list[tuple[Any, int]]:
+        """Returns the variables that are to be cut, each with its axis.
 
-        raw_value(variable).data = whole
+        Raises:
+            UserError: if the optimizer cannot update parts.
+        """
+        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_numbers_alone
+
+        found = self.cut_weights[:] if self.holds_weights else []
+        if self._optimizer is None:
+            return found
+        optimizer = inner_optimizer(self._optimizer)
+        of_weight = slots_by_weight(optimizer)
+        slots: dict[int, list[Any]] = {}
+        for slot in optimizer.variables:
+            if id(slot) in of_weight:
+                slots.setdefault(id(of_weight[id(slot)][1]), []).append(slot)
+        for weight, axis in self.cut_weights if not self._held else ():
+            own = functools.partial(part_of, axis=axis, number=self.size - 1, num_parts=self.size)
+            if id(weight) in slots and not updates_numbers_alone(optimizer, weight, slots[id(weight)], own):
+                raise UserError(
+                    f"--shard: {type(optimizer).__name__} looks at all numbers of a weight ({weight.path}), of which a "
+                    "rank holds a part with --backend=torch; use --backend=jax, or another --optimizer"
+                )
+        for weight, axis in self.cut_weights:
+            alike = [slot for slot in slots.get(id(weight), ()) if tuple(slot.shape) == tuple(weight.shape)]
+            found += [(slot, axis) for slot in alike]
+        return found
 
     def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
         """Returns the wholes of some parts of one type, by one message."""
@@ -119,8 +194,25 @@ class Parts(CutVariables):
                     value.unflatten(axis, (self.size, -1)).copy_(rows.movedim(0, axis))
         return [entry for entry in changed if id(entry[0]) not in new]
 
-    def clipping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        """See `CutVariables`."""
+    def own(self, variable: Any, value: Any) -> Any:
+        """Returns this rank's part of a value of a weight; the value itself if it is the part, or there are none."""
+        axis = self.axes.get(id(variable))
+        if axis is None or value.shape[axis] != variable.shape[axis]:
+            return value
+        return part_of(value, axis, self._rank, self.size)
+
+    @contextlib.contextmanager
+    def updating(self, optimizer: Any) -> Iterator[None]:
+        """Returns the context in which an optimizer updates this rank's parts, as if it saw the wholes."""
+        from kerasdp.keras_compat.layers import with_shapes
+
+        held = [*self.cut_weights, *((variable, axis) for variable, axis, _ in self._held.values())]
+        shapes = {id(one): (one, part_shape(one.shape, axis, self.size)) for one, axis in held}
+        with with_shapes(shapes.values()), self._clipping(optimizer):
+            yield
+
+    def _clipping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which an optimizer has parts of gradients, and clips by norms of the wholes."""
         from kerasdp.keras_compat.optimizers import updating_parts
 
         return updating_parts(
@@ -144,6 +236,38 @@ class Parts(CutVariables):
             ScopeOfParts(values, reading.value) as scope,
         ):
             yield scope
+
+
+class PartsByModel:
+    """What is cut of each model of a run.
+
+    Args:
+        config: of the run.
+        num_replicas: likewise.
+    """
+
+    def __init__(self, config: Config, num_replicas: int):
+        self._is_on, self._config = config.shard != "none" and num_replicas > 1, config
+        self._parts: ModelCache[Parts] = ModelCache()
+
+    def of(self, model: Any) -> Parts | None:
+        """Returns what is cut of a model, found once more when it is compiled again; None if nothing is."""
+        if not self._is_on:
+            return None
+        if (parts := self._parts.get(model)) is None or parts.is_stale:
+            parts = Parts(model, self._config)
+            self._parts.put(model, parts)
+        return parts
+
+    def known(self, model: Any) -> Parts | None:
+        """Returns what is cut of a model that has step functions; None if nothing is."""
+        return self._parts.get(model)
+
+    def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
+        """See `Strategy.read`."""
+        parts = self.known(model)
+        wholes = variables if parts is None else map(parts.read, variables)
+        return [take(whole) if take else None for whole in wholes]
 
 
 class _Saved(NamedTuple):
