@@ -21,9 +21,10 @@ def learned(runner, make, shapes):
     layer = make()
     is_index = "Embedding" in type(layer).__name__
     inputs = [keras.Input(shape[1:], dtype="int32" if is_index else None) for shape in ([shapes] if is_one else shapes)]
-    outputs = keras.tree.flatten(layer(inputs) if isinstance(shapes, list) else layer(*inputs))
+    output = keras.tree.flatten(layer(inputs) if isinstance(shapes, list) else layer(*inputs))[0]
+    output = keras.ops.mean(output, axis=1) if None in output.shape[1:] else output
     with runner.scope():
-        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(outputs[0])))
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(output)))
         model.compile(keras.optimizers.SGD(1e-3), "mse")
     random = np.random.RandomState(0)
     x = [random.randint(0, 90, (ROWS, *each.shape[1:])) if is_index else random.rand(ROWS, *each.shape[1:])
