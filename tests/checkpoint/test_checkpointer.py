@@ -13,7 +13,6 @@ from kerasdp.checkpoint import checkpointer as module
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.checkpointer import Checkpointer
 from kerasdp.config import Config
-from kerasdp.data.sampling import Split
 from kerasdp.errors import PreemptedError
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.reporting.report import Facts
@@ -42,7 +41,7 @@ def make(tmp_path):
         recorder.set_model(model)
         one = Checkpointer(
             config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1,
-            split=Split(1), identity={}, resumed=None,
+            identity={}, resumed=None,
             read=lambda model, variables, take: list(map(take, variables)) if take else [],
             folder=str(tmp_path / "checkpoints"),
             data_state=lambda epoch, batch: {"place": [epoch, batch]},
