@@ -235,6 +235,7 @@ class Strategy(Protocol):
     others it gives itself.
 
     Attributes:
+        config: of the run.
         processes: exchanges values between the processes of the run.
         num_devices: over all processes.
         num_replicas: of the model, over all processes.
@@ -244,6 +245,7 @@ class Strategy(Protocol):
         stages: the models trained in stages, and their engines; None where a model is one program.
     """
 
+    config: Config
     processes: Processes
     num_devices: int
     num_replicas: int

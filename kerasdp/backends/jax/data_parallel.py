@@ -40,7 +40,7 @@ class DataParallel(JaxStrategy):
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
-        self.num_replicas, self.config = devices.count, config
+        self.num_replicas = devices.count
         self.replicated, self.by_rows = shardings_over(self.devices)
 
     @functools.cached_property

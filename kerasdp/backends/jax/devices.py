@@ -156,7 +156,7 @@ class JaxStrategy(Strategy):
     """
 
     def __init__(self, devices: Devices, config: Config):
-        self.processes = processes_of(devices)
+        self.config, self.processes = config, processes_of(devices)
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices, self.devices = devices.count, start_jax(devices, config)
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()
