@@ -57,7 +57,6 @@ NO_TAG = 0
 # their filters as a part of the stem's, strides, and how much wider they are within.
 NUM_GROUPS = 8
 STAGES = [(True, 1, 0.5, 1, 1), (True, 2, 1, 2, 4), (False, 2, 1.5, 2, 4), (False, 2, 3, 2, 6)]
-NUM_UNCOUNTED = 5
 
 
 def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.ArgumentParser:
