@@ -46,12 +46,10 @@ def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepB
 
     Args:
         model: built and compiled, with the batch norm of the run.
-        config: `backend`, `batch_norm`, `gradient_precision`, `batch_size` and `accumulate` are read.
+        config: `backend`, `batch_norm`, `batch_size` and `accumulate` are read.
         num_replicas: of the run.
     """
     gradients = bytes_of(model.trainable_variables)
-    if config.gradient_precision == "bfloat16":
-        gradients = 2 * numbers_in(model.trainable_variables)
     size = 8 if config.precision == "float64" else 4
     outputs = 0
     if config.backend == "jax":

@@ -68,8 +68,8 @@ API = {
     "Runs": ["launch", "Runner", "Config", "local_devices", "UserError", "RunError", "PreemptedError"],
     "Data": ["load_data", "Dataset", "ArraySource", "ColumnSource", "RecordSource", "ImageFolder", "Buckets", "Order"],
     "Models and training": [
-        "build_model", "load_backbone", "make_optimizer", "make_loss",
-        "make_callbacks", "portable", "layers", "per_sample", "all_rows", "value_and_grad", "portable_step",
+        "build_model", "load_backbone", "make_optimizer",
+        "portable", "layers", "per_sample", "all_rows", "value_and_grad", "portable_step",
     ],
     "Trained models": ["load_model", "export"],
     "Measuring": ["parity", "pipeline"],

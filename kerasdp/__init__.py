@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from kerasdp.portability.gradients import portable_step, value_and_grad
     from kerasdp.portability.portable import portable
     from kerasdp.portability.replica_context import all_rows
-    from kerasdp.training.callbacks import make_callbacks
-    from kerasdp.training.optimizers import make_loss, make_optimizer
+    from kerasdp.training.optimizers import make_optimizer
     from kerasdp.training.runner import Runner
 
 __version__ = "0.1.0"
@@ -52,8 +51,6 @@ _MODULES = {
     "load_data": "kerasdp.data.datasets",
     "load_model": "kerasdp.checkpoint.loading",
     "main": "kerasdp.cli.main",
-    "make_callbacks": "kerasdp.training.callbacks",
-    "make_loss": "kerasdp.training.optimizers",
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.reduction",
     "portable": "kerasdp.portability.portable",
@@ -90,8 +87,6 @@ __all__ = [
     "load_model",
     "local_devices",
     "main",
-    "make_callbacks",
-    "make_loss",
     "make_optimizer",
     "parity",
     "per_sample",

@@ -15,10 +15,7 @@ ones. Copy this file into your project and change what you like.
 import kerasdp
 
 GAMES, STEPS, DISCOUNT, UPDATES = 16, 16, 0.98, 800
-UNUSED = [
-    "model", "dataset", "data_dir", "export", "schedule", "augment", "label_smoothing", "ema", "early_stopping",
-    "optimizer", "loss", "batch_size", "epochs",
-]  # fmt: skip
+UNUSED = ["model", "dataset", "data_dir", "optimizer", "batch_size", "epochs"]
 
 
 def train(runner: "kerasdp.Runner") -> float:

@@ -19,11 +19,13 @@ import kerasdp
 
 def evaluate(runner: "kerasdp.Runner", checkpoint: str) -> None:
     """Runs in every worker process, after the backend is chosen."""
+    import keras
+
     config = runner.config
     data = kerasdp.load_data(config)
     with runner.scope():
         model = kerasdp.load_model(checkpoint)  # of layers of your own: load_model(checkpoint, build_it())
-        model.compile(loss=kerasdp.make_loss(config), metrics=["accuracy"])  # crossentropy of labels and logits
+        model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     results = runner.evaluate(model, data.test, return_dict=True)
     if runner.is_chief:
         with open(os.path.join(config.workdir, "evaluation.json"), "w") as file:

@@ -2,17 +2,18 @@
 
     python recipes/finetune.py --lora_rank=8                          # no download: a small model, trained first
     python recipes/finetune.py --lora_rank=8 --weights=runs/base --dataset=mine.py:data
-    python recipes/finetune.py --lora_rank=8 --preset=bert_tiny_en_uncased --dataset=mine.py:texts --export=mine.keras
+    python recipes/finetune.py --lora_rank=8 --preset=bert_tiny_en_uncased --dataset=mine.py:texts
     python recipes/finetune.py --lora_rank=8 --backend=jax --gpus=4 --shard=weights --remat=blocks
     python recipes/finetune.py --lora_rank=8 --checkpoint_weights=trained --workdir=runs/tuned        # then --resume
 
 --dataset is a function of yours that returns (x_train, y_train), (x_test, y_test): arrays, or texts, which a preset
-preprocesses. --export writes a plain model, with the adapters in its weights. Which layers get adapters is said in
-`add_adapters`. Copy this file into your project, and text.py beside it.
+preprocesses. model.keras in the workdir is a plain model, with the adapters in its weights. `add_adapters` says which
+layers get them. Copy this file into your project, and text.py beside it.
 """
 
 import functools
 import math
+import os
 import pathlib
 import runpy
 from pydoc_data.topics import topics
@@ -81,15 +82,16 @@ def train(runner: "kerasdp.Runner", rank: int, weights: str | None, preset: str 
     before, after = fit(runner, model, *data, epochs=config.epochs)
     runner.add_to_report(before=before, after=after)
     say("held out: " + ", ".join(f"{name} {value:.4g} -> {after[name]:.4g}" for name, value in before.items()))
-    if config.export:
-        kerasdp.export(model, config.export)
+    kerasdp.export(model, os.path.join(config.workdir, "model.keras"))
 
 
 def fit(runner, model, train, test, epochs):
     """Compiles, as after any change of what trains, and fits; returns what an evaluation gives before and after."""
+    import keras
+
+    own = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
     is_task = hasattr(model, "backbone")  # of KerasHub, which knows its loss and metrics
-    own = {} if is_task else {"loss": kerasdp.make_loss(runner.config), "metrics": ["accuracy"]}
-    model.compile(kerasdp.make_optimizer(runner.config), **own)
+    model.compile(kerasdp.make_optimizer(runner.config), **({} if is_task else own))
     before = runner.evaluate(model, *test, return_dict=True)
     runner.fit(model, *train, validation_data=test, epochs=epochs)
     return before, runner.evaluate(model, *test, return_dict=True)

@@ -17,9 +17,7 @@ import os
 import kerasdp
 
 NOISE, CRITIC_UPDATES = 32, 3
-UNUSED = [
-    "model", "export", "schedule", "augment", "label_smoothing", "ema", "early_stopping", "optimizer", "loss",
-]  # fmt: skip
+UNUSED = ["model", "optimizer"]
 
 
 def build(image_shape: tuple[int, int, int]):

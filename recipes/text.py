@@ -16,7 +16,7 @@ Copy this file into your project and change what you like.
 import kerasdp
 
 LENGTHS, WIDTH, HEADS, BLOCKS = (64, 128, 256, 512), 128, 4, 2
-UNUSED = ["model", "dataset", "data_dir", "export", "schedule", "augment", "label_smoothing", "ema", "early_stopping"]
+UNUSED = ["model", "dataset", "data_dir"]
 
 
 def paragraphs() -> tuple[list[list[int]], list[list[int]], int]:

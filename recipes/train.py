@@ -12,18 +12,22 @@ Expected of the first two: validation accuracy at least 0.96 on held-out digits,
 Copy this file into your project and change what you like: it is plain Keras around `runner`.
 """
 
+import os
+
 import kerasdp
 
 
 def train(runner: "kerasdp.Runner") -> None:
     """Runs in every worker process, after the backend is chosen."""
+    import keras
+
     config = runner.config
     data = kerasdp.load_data(config)
     with runner.scope():
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
         model.compile(
-            optimizer=kerasdp.make_optimizer(config, data.train),
-            loss=kerasdp.make_loss(config),  # crossentropy of labels and logits
+            optimizer=kerasdp.make_optimizer(config),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
     # As Keras' `fit`; batch_size is the global batch, whatever the number of devices.
@@ -33,10 +37,8 @@ def train(runner: "kerasdp.Runner") -> None:
         batch_size=config.batch_size,
         epochs=config.epochs,
         validation_data=data.test,
-        callbacks=kerasdp.make_callbacks(config),
     )
-    if config.export:
-        kerasdp.export(model, config.export)
+    kerasdp.export(model, os.path.join(config.workdir, "model.keras"))  # plain Keras
 
 
 if __name__ == "__main__":

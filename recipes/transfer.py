@@ -18,6 +18,7 @@ Copy this file into your project and change what you like.
 """
 
 import functools
+import os
 
 import kerasdp
 
@@ -50,8 +51,7 @@ def train(runner: "kerasdp.Runner", backbone: str, weights: str, head_epochs: in
     with runner.scope():
         compile_with(model, keras.optimizers.Adam(rate))  # after a change of `trainable`
     fit(epochs=config.epochs)
-    if config.export:
-        kerasdp.export(model, config.export)
+    kerasdp.export(model, os.path.join(config.workdir, "model.keras"))
 
 
 def compile_with(model, optimizer) -> None:

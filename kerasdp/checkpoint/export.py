@@ -7,7 +7,7 @@ import keras
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import saved_merged
-from kerasdp.keras_compat.saving import plain_compile_arguments, save_optimizers_by_public_names
+from kerasdp.keras_compat.saving import compiled_as_any_backend_does, save_optimizers_by_public_names
 from kerasdp.keras_compat.settings import without_tensorflow
 
 
@@ -17,8 +17,7 @@ def export(model: keras.Model, path: str) -> None:
     Each of several processes may call it: they write the same, and replace one another's whole files.
 
     Args:
-        model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own, crossentropy with smoothed labels
-            as Keras' without, a warm-up as that of `CosineDecay`, which a step-wise or linear schedule goes without;
+        model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own;
             adapters (LoRA) are added to the kernels beside them, and the optimizer is left out then.
         path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights alone).
 
@@ -32,7 +31,7 @@ def export(model: keras.Model, path: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         save_optimizers_by_public_names()
-        with without_tensorflow(), plain_compile_arguments(model), saved_merged(model):
+        with without_tensorflow(), compiled_as_any_backend_does(model), saved_merged(model):
             (model.save if path.endswith(".keras") else model.save_weights)(temporary)
         os.replace(temporary, path)
     except OSError as error:

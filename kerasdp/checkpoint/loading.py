@@ -70,7 +70,7 @@ def _restored(path: str, saved: files.Checkpoint, model: keras.Model | None) -> 
     if saved.state.get("config", {}).get("checkpoint_weights", "all") != "all":
         raise UserError(
             f"load_model: {path} holds the weights that trained, and not the others (--checkpoint_weights=trained); "
-            "resume its run with --export=FILE.keras, and use that file"
+            "resume its run, let it call kerasdp.export(model, FILE.keras), and use that file"
         )
     if model is None:
         layers = saved.state.get("architecture")

@@ -35,7 +35,7 @@ Read = Callable[[keras.Model, list[Any], Callable[[Any], Any] | None], list[Any]
 MICRO_BATCH_ROWS, FROZEN = "rows that a batch norm sees", "the frozen weights"
 _DIGESTS = ("model", "first batch of the data", "the weights that train", FROZEN)
 # What two runs must have in common for one to resume the other.
-_FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
+_FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate")
 
 
 def variables_of(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, Any]:

@@ -133,8 +133,7 @@ class Recipe:
 
 _MACHINES = ["hosts", "host_rank", "coordinator", "interface"]
 _ALONE = {"it trains on this machine alone": _MACHINES}
-_LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
-_FILES = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
+_FILES = ["tracker", "resume", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 _DEVICES = ["backend", "num_devices", "device"]
 _DATA = ["dataset", "data_dir", "batch_size"]
 _EVALUATION = ["checkpoint", *_DEVICES, *_DATA, "precision", "workdir"]
@@ -147,15 +146,14 @@ RECIPES = {
         refused={
             "use --backends and --device_counts": ["backend", "num_devices"],
             "what is compared differs in backend and number of devices alone": [
-                "strategy", "accumulate", "gradient_precision", "early_stopping",
-                "tracker", "profile",
+                "strategy", "accumulate", "tracker",
             ],
             **_ALONE,
         },
     ),
     "bisection": Recipe(
         own=["backends", "device_counts", "other_python"],
-        takes=[*_DATA, "model", "optimizer", "learning_rate", "kernel_initializer", "seed", "precision", "max_steps",
+        takes=[*_DATA, "model", "optimizer", "learning_rate", "seed", "precision", "max_steps",
                "device", "workdir"],
         reason="a few steps are computed on one device, operation by operation, and nothing is trained",
         defaults={"precision": "float64", "max_steps": 2, "device_counts": "1"},
@@ -166,7 +164,6 @@ RECIPES = {
             "a study trains on one device, and as a pipeline": ["strategy", "accumulate"],
             "use --split_sizes": ["split_size", "micro_batches"],
             "use --repetitions": ["epochs", "max_steps"],
-            "a study measures times alone": _LEARNING,
             "a study keeps nothing of what it trains": _FILES,
             **_ALONE,
         },
@@ -174,7 +171,6 @@ RECIPES = {
     "sweep": Recipe(
         own=["trials"],
         refused={
-            "each run of a sweep would write that file": ["export"],
             "each run of a sweep has its checkpoints in its own folder": ["checkpoint_dir"],
             **_ALONE,
         },
@@ -184,7 +180,7 @@ RECIPES = {
         refused={"Ray starts the workers: use --workers": _MACHINES},
     ),
     "from_scratch": Recipe(
-        takes=[*_DEVICES, *_DATA, "workdir", "epochs", "learning_rate", "kernel_initializer", "seed", "precision"],
+        takes=[*_DEVICES, *_DATA, "model", "workdir", "epochs", "learning_rate", "seed", "precision"],
         reason="the lesson trains LeNet with plain SGD, and keeps its losses alone",
         defaults={"batch_size": 48, "epochs": 8, "learning_rate": 0.05},
     ),
@@ -194,7 +190,6 @@ RECIPES = {
     "transfer": Recipe(
         own=["backbone", "weights", "size", "head_epochs", "fine_tuning_rate"],
         refused={
-            "a fine-tuning has two fits with a rate each": _LEARNING,
             "use --backbone": ["model"],
             "use --head_epochs and --epochs": ["max_steps"],
         },
@@ -203,7 +198,7 @@ RECIPES = {
     "finetune": Recipe(
         own=["preset", "weights", "lora_rank"],
         refused={
-            "the model has been built": ["kernel_initializer", "augment", "model"],
+            "the model has been built": ["model"],
             "the data are those of a function of yours: --dataset=mine.py:data": ["data_dir"],
         },
         defaults={"weights": "none", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 2},

@@ -149,6 +149,8 @@ def _ray_train(given: dict[str, Any], own: Own) -> tuple[Config, int]:
 def _from_scratch(given: dict[str, Any], own: Own) -> tuple[Config]:
     if given.get("precision", "float32") not in ("float32", "float64"):
         raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {given['precision']!r}")
+    if given.get("model", "lenet").partition("(")[0] != "lenet":
+        raise UserError(f"--model: expected lenet in the lesson. Received: {given['model']!r}")
     return (_config(given),)
 
 

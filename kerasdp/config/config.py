@@ -29,7 +29,7 @@ from kerasdp.config.choices import (
     path_as_text,
     switch_as_number,
 )
-from kerasdp.config.validation import AUGMENTATIONS, BACKENDS, DATASETS, MODELS, PRECISIONS, TRACKERS
+from kerasdp.config.validation import BACKENDS, DATASETS, MODELS, PRECISIONS, TRACKERS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
 
@@ -44,8 +44,6 @@ DATA = "Model and data"
 TRAINING = "Training"
 OUTPUT = "Output"
 FAULTS = "Checkpoints and faults"
-
-NOT_JAX = ["torch", "tensorflow"]
 
 
 @documented
@@ -71,10 +69,6 @@ class Config:
         f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. auto: float32, in which GPUs multiply as the "
         "framework lets them by default, most in TF32; float32: exact; tf32: all products in TF32. Variables are "
         "float32, except with float64, which tells round-off from mistakes.")
-    gradient_precision: str = choice("float32", DEVICES, one_of("float32", "bfloat16"),
-        "Precision in which devices exchange gradients: float32, or bfloat16, which halves what they send (with "
-        "tensorflow on virtual CPU devices alone).",
-        only=[Only("bfloat16", NOT_JAX, ["data"], "XLA adds up the gradients within a step's program")])
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
         "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
@@ -149,27 +143,6 @@ class Config:
     optimizer: str = choice("sgd(learning_rate=0.03, momentum=0.9)", TRAINING, NAME,
         "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
     learning_rate: float | None = choice(None, TRAINING, POSITIVE, "Learning rate.", "that of --optimizer")
-    schedule: str = choice("constant", TRAINING, NAME,
-        "constant, or how the rate falls: cosine, linear (both to 0), step(every=10, factor=0.1), in epochs.")
-    warmup: int = choice(0, TRAINING, Range("a whole number of updates, from 0", FROM_0.holds),
-        "Updates in which the rate rises to its full height.")
-    ema: float | None = choice(None, TRAINING,
-        Range("a number above 0 and below 1, as 0.99", lambda number: 0 < number < 1),
-        "Decay of an exponential moving average of the weights, as 0.99: it is evaluated, and is what the training "
-        "leaves.", "no average")
-    label_smoothing: float = choice(0.0, TRAINING, Range("a number from 0, below 1, as 0.1", lambda x: 0 <= x < 1),
-        "Share of the target that all classes have alike, as 0.1.")
-    augment: str | None = choice(None, TRAINING,
-        Range(f"some of {', '.join(AUGMENTATIONS)}, with arguments such as rotate(factor=0.1)", bool),
-        f"Changes of images in training: some of {', '.join(AUGMENTATIONS)}, as 'flip, rotate(factor=0.1)'.", "none")
-    early_stopping: int | None = choice(None, TRAINING, COUNT,
-        "Epochs without a lower validation loss (else training loss) after which the training ends, with the weights "
-        "of the best.", "never")
-    lr_base_batch: int | None = choice(None, TRAINING, COUNT,
-        "Multiplies the learning rate by --batch_size over this number.", "the rate stays")
-    kernel_initializer: str | None = choice(None, TRAINING, NAME,
-        "Keras initializer of the convolution and dense kernels of built-in models, as 'random_normal(stddev=0.01)'.",
-        "each layer's")
     batch_norm: str = choice("sync", TRAINING, one_of(*validation.BATCH_NORMS),
         "Statistics over the global batch (sync) or over each replica's shard of it (replica).")
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
@@ -188,11 +161,6 @@ class Config:
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),
         f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere")
-    profile: str | None = choice(None, OUTPUT, Range("a step, or the first and the last one as 5:8", is_count_or_range),
-        "Steps that the profiler of the backend records, as 5:8, into the workdir.", "none")
-    export: str | None = choice(None, OUTPUT,
-        Range("a file name that ends in .keras or .weights.h5", lambda name: name.endswith((".keras", ".weights.h5"))),
-        "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.", "none", convert=path_as_text)
 
     checkpoint_every: str = choice("epoch", FAULTS,
         Range("epoch, never, steps (as 50) or minutes (as 10m)",
@@ -303,21 +271,10 @@ class Config:
         """Returns the samples of a full batch on one replica (the last one holds fewer if they do not divide)."""
         return -(-self.batch_size // num_replicas)
 
-    def scaled_learning_rate(self, default: float) -> float:
-        """Returns `learning_rate`, or the optimizer's (`default`), scaled if `lr_base_batch` is set."""
-        rate = default if self.learning_rate is None else self.learning_rate
-        return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
-
     @property
     def trackers(self) -> list[str]:
         """Returns the names in `tracker`."""
         return [name.strip() for name in self.tracker.split(",")] if self.tracker else []
-
-    @property
-    def profiled_steps(self) -> tuple[int, int]:
-        """Returns the first and the last step that `profile` names; (0, 0) without."""
-        first, _, last = (self.profile or "0").partition(":")
-        return int(first), int(last or first)
 
     def checkpoint_interval(self) -> tuple[int | None, float | None]:
         """Returns the steps and the seconds after which a checkpoint is due; None where they do not count."""

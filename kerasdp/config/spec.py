@@ -5,7 +5,6 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -43,16 +42,6 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
     if len(arguments) < len(call.keywords):
         raise UserError(f"--{flag}: expected each argument once. Received: {text!r}")
     return name.strip(), arguments
-
-
-def parse_list(text: str, flag: str) -> list[tuple[str, dict[str, Any]]]:
-    """Splits `name, name(key=value)` into names and their arguments, as `parse` does; none of an empty text.
-
-    Raises:
-        UserError: if a part is of neither form.
-    """
-    parts = re.split(r",(?![^(]*\))", text) if text.strip() else []
-    return [parse(part, flag) for part in parts]
 
 
 def is_user_function(name: str) -> bool:

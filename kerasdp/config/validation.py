@@ -19,13 +19,10 @@ BATCH_NORMS = ("sync", "replica")
 PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
-RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
-AUGMENTATIONS = ("flip", "translate", "rotate", "zoom", "brightness", "contrast")
 # The package of each, which comes with an extra of the tracker's name.
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 # Choices that have no effect with one device, and why.
 _OF_SEVERAL_DEVICES = {
-    "gradient_precision": "sends no gradients",
     "shard": "holds all of the model",
 }
 # The group of the choices that data parallelism has no use for, but for `strategy` itself.
@@ -42,9 +39,6 @@ def check(config: Any) -> None:
     """Raises `UserError` if choices of a `Config` do not go together."""
     _check_files(config)
     _check_names(config)
-    if config.ema is not None and config.early_stopping is not None:
-        # Keras' EarlyStopping (3.15) brings back the weights of the best epoch, not the averages that were evaluated.
-        raise UserError("--ema and --early_stopping do not go together: leave out one of them")
     _check_strategy(config)
     _check_where(config)
     _check_hosts(config)
@@ -93,7 +87,6 @@ def _check_files(config: Any) -> None:
     resumes = _flag_that_resumes(config)
     for flag, needs_workdir in (
         ("tracker", config.tracker),
-        ("profile", config.profile),
         (resumes, resumes and config.checkpoint_dir is None),
     ):
         if needs_workdir and config.workdir is None:
@@ -110,17 +103,12 @@ def _flag_that_resumes(config: Any) -> str | None:
 
 def _check_names(config: Any) -> None:
     """Raises if a name with arguments cannot be parsed, or there is nothing of that name."""
-    known = {"model": MODELS, "dataset": DATASETS, "schedule": RATE_SCHEDULES}
-    for flag in (*known, "optimizer", "kernel_initializer"):
-        if getattr(config, flag) is None:
-            continue
+    known = {"model": MODELS, "dataset": DATASETS}
+    for flag in (*known, "optimizer"):
         name, _ = spec.parse(getattr(config, flag), flag)
-        if name not in known.get(flag, (name,)) and (flag == "schedule" or not spec.is_user_function(name)):
-            instead = "" if flag == "schedule" else ", or file.py:function"
-            raise UserError(f"--{flag}: expected one of {', '.join(known[flag])}{instead}. Received: {name!r}")
-    for name, _ in spec.parse_list(config.augment or "", "augment"):
-        if name not in AUGMENTATIONS:
-            raise UserError(f"--augment: expected some of {', '.join(AUGMENTATIONS)}. Received: {name!r}")
+        if name not in known.get(flag, (name,)) and not spec.is_user_function(name):
+            expected = f"expected one of {', '.join(known[flag])}, or file.py:function"
+            raise UserError(f"--{flag}: {expected}. Received: {name!r}")
 
 
 def _check_strategy(config: Any) -> None:

@@ -85,36 +85,20 @@ def save_optimizers_by_public_names() -> None:
 
 
 @contextlib.contextmanager
-def plain_compile_arguments(model: keras.Model) -> Iterator[None]:
-    """Saves `jit_compile="auto"`, and what Keras has in place of the kit's schedules and losses (`as_keras`).
+def compiled_as_any_backend_does(model: keras.Model) -> Iterator[None]:
+    """Saves `jit_compile="auto"`.
 
     Keras 3.15: saves what "auto" means on the backend that saves. So a file from jax has the next backend compile,
-    which takes torch half a minute, and one from torch keeps jax from it. And a file with a class of the kit loads only
-    where there is kerasdp. Writes `model._compile_config.config`, of which the public `get_compile_config()` gives a
-    copy alone.
+    which takes torch half a minute, and one from torch keeps jax from it. Writes `model._compile_config.config`, of
+    which the public `get_compile_config()` gives a copy alone.
     """
     config = getattr(getattr(model, "_compile_config", None), "config", {})
-    kept = {name: config[name] for name in ("jit_compile", "optimizer", "loss") if config.get(name) is not None}
+    kept = config.get("jit_compile")
+    if kept is None:
+        yield
+        return
+    config["jit_compile"] = "auto"
     try:
-        if "jit_compile" in kept:
-            config["jit_compile"] = "auto"
-        for name in kept.keys() - {"jit_compile"}:
-            saved = keras.saving.serialize_keras_object(kept[name])
-            if (plain := _of_keras(saved)) != saved:
-                config[name] = plain
         yield
     finally:
-        config.update(kept)
-
-
-def _of_keras(saved: Any) -> Any:
-    """Returns a saved object without the kit's classes, which know what Keras has in their place."""
-    if isinstance(saved, list):
-        return [_of_keras(each) for each in saved]
-    if not isinstance(saved, dict):
-        return saved
-    name = saved.get("registered_name")
-    kind = keras.saving.get_registered_object(name)
-    if str(name).startswith("kerasdp>") and hasattr(kind, "as_keras"):
-        return keras.saving.serialize_keras_object(kind.from_config(saved["config"]).as_keras())
-    return {name: _of_keras(value) for name, value in saved.items()}
+        config["jit_compile"] = kept

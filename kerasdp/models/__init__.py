@@ -15,7 +15,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     """Builds `config.model`, a built-in or a user-defined one.
 
     Args:
-        config: `model`, `kernel_initializer` and `augment` are read.
+        config: `model` is read.
         input_shape: shape of one input, without the batch axis.
         num_classes: number of logits.
 
@@ -32,8 +32,8 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     name, arguments = spec.parse(config.model, "model")
     is_own = spec.is_user_function(name)
     builder = spec.load_user_function(name, "model") if is_own else getattr(classifiers, name)
-    if config.kernel_initializer is not None:
-        arguments["kernel_initializer"] = _initializer(config.kernel_initializer)
+    if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
+        arguments["kernel_initializer"] = _initializer(text)
     taken = {"input_shape", "num_classes"} & arguments.keys()
     if taken:
         raise UserError(f"--model: {' and '.join(sorted(taken))} come from the data set; leave them out")
@@ -51,13 +51,13 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
         raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
-    return made_of_choices(classifiers.augmented(model, config, input_shape))
+    return made_of_choices(model)
 
 
 def _initializer(text: str) -> Any:
     import keras
 
-    name, arguments = spec.parse(text, "kernel_initializer")
+    name, arguments = spec.parse(text, "model")
     # Not the initializer: one that several layers share draws the same values for each.
     identifier = {"class_name": name, "config": arguments} if arguments else name
     try:
@@ -65,5 +65,5 @@ def _initializer(text: str) -> Any:
         return identifier
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"--kernel_initializer: Keras has no such initializer: {text!r} ({str(error).splitlines()[0]})"
+            f"--model: Keras has no such kernel_initializer: {text!r} ({str(error).splitlines()[0]})"
         ) from error

@@ -1,4 +1,4 @@
-"""The models of images: the built-in ones, those of keras.applications without their head, layers in front of a model.
+"""The models of images: the built-in ones, and those of keras.applications without their head.
 
 The built-in ones, from the smallest to the largest, are plain Keras. Each takes `input_shape`, `(height, width,
 channels)`; `num_classes`, the number of logits; and `kernel_initializer`, of every kernel, None: Glorot uniform. It
@@ -14,7 +14,6 @@ from typing import Any
 import keras
 from keras import layers
 
-from kerasdp.config import Config, spec
 from kerasdp.data.datasets import one_download_at_a_time
 from kerasdp.errors import UserError
 
@@ -214,36 +213,3 @@ def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tupl
             raise UserError(f"--weights: {weights!r} holds no weights of {name} ({reason})") from error
     module = getattr(keras.applications, builder.__module__.rpartition(".")[2])
     return model, module.preprocess_input
-
-
-# Name on the command line: the layer, and its arguments where none are given. Images are from 0 to 255.
-_LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "flip": (layers.RandomFlip, {"mode": "horizontal"}),
-    "translate": (lambda factor, **other: layers.RandomTranslation(factor, factor, **other), {"factor": 0.1}),
-    "rotate": (layers.RandomRotation, {"factor": 0.05}),
-    "zoom": (layers.RandomZoom, {"height_factor": 0.1}),
-    "brightness": (layers.RandomBrightness, {"factor": 0.2}),
-    "contrast": (layers.RandomContrast, {"factor": 0.2}),
-}
-
-
-def augmented(model: keras.Model, config: Config, input_shape: tuple[int, ...]) -> keras.Model:
-    """Returns the model behind the layers of `config.augment`; the model itself if there are none.
-
-    Raises:
-        UserError: if the inputs are no images, or a layer does not take its arguments.
-    """
-    asked = spec.parse_list(config.augment or "", "augment")
-    if not asked:
-        return model
-    if len(input_shape) != 3:
-        raise UserError(f"--augment: expected images of shape (height, width, channels). Received: {input_shape}")
-    inputs = keras.Input(input_shape, name="image")
-    outputs = layers.Rescaling(1.0, name="as_float")(inputs)  # images come as uint8
-    for name, arguments in asked:
-        layer, defaults = _LAYERS[name]
-        try:
-            outputs = layer(**(defaults | arguments))(outputs)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--augment: {name} does not take these arguments: {str(error).splitlines()[0]}") from error
-    return keras.Model(inputs, model(outputs), name=model.name)

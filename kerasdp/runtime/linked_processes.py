@@ -21,7 +21,7 @@ T = TypeVar("T")
 _SECONDS_TO_KNOW = 3.0
 # What each host has of its own; of `workdir` that of process 0 counts.
 _OF_A_HOST = (
-    "host_rank", "coordinator", "interface", "data_dir", "workdir", "checkpoint_dir", "verbose", "tracker", "profile",
+    "host_rank", "coordinator", "interface", "data_dir", "workdir", "checkpoint_dir", "verbose", "tracker",
     "resume",  # if one does, all do
 )  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Calls the callbacks of one `fit`: those that flags ask for, and all on all ranks alike."""
 
-import importlib
 import os
 import sys
 from typing import Any
@@ -237,13 +236,11 @@ def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:
 def _shown(
     state: RunState, facts: report.Facts, fit: int, verbose: str | int, resumed: Checkpoint | None
 ) -> list[keras.callbacks.Callback]:
-    """Returns what shows the progress: lines or a bar, and curves; and the profile of some steps."""
+    """Returns what shows the progress: lines or a bar, and curves."""
     shown: list[keras.callbacks.Callback] = [Progress(state, bar=verbose == 1)] if verbose else []
     if verbose == 3:
         history = resumed.state["recorder"]["history"] if resumed else None
         shown.append(LiveCurve(facts, fit=fit, history=history))
-    if facts.config.profile and facts.folder:
-        shown.append(Profile(facts.config, state, facts.folder))
     return shown
 
 
@@ -313,66 +310,3 @@ class RankSync:
             (rate,) = self.processes.broadcast_from_rank0([own_rate])
             if rate != own_rate:
                 model.optimizer.learning_rate = rate
-
-
-def make_callbacks(config: Config) -> list[keras.callbacks.Callback]:
-    """Makes the callbacks of `config.early_stopping` and `config.ema`; none by default.
-
-    Early stopping looks at the validation loss, or the training loss where there is no validation data.
-    """
-    callbacks: list[keras.callbacks.Callback] = []
-    if config.ema is not None:
-        callbacks.append(keras.callbacks.SwapEMAWeights())  # while it evaluates
-    if config.early_stopping is not None:
-        callbacks.append(_EarlyStopping(config.early_stopping))
-    return callbacks
-
-
-class _EarlyStopping(keras.callbacks.EarlyStopping):
-    """Stops by the validation loss if there is one, else by the training loss."""
-
-    def __init__(self, patience: int):
-        super().__init__(monitor="val_loss", mode="min", patience=patience, restore_best_weights=True)
-
-    def get_monitor_value(self, logs: dict[str, float]) -> float:
-        return logs["val_loss"] if "val_loss" in logs else logs["loss"]
-
-
-class Profile(keras.callbacks.Callback):
-    """Records some steps. What is recorded computes the same, only slower.
-
-    Args:
-        config: `profile` and `backend` are read.
-        state: of the run.
-        folder: of its files; the profile goes into `profile`.
-    """
-
-    def __init__(self, config: Config, state: RunState, folder: str):
-        super().__init__()
-        self._state, self._folder = state, os.path.join(folder, "profile")
-        self._first, self._last = config.profiled_steps
-        self._profiler = importlib.import_module(f"kerasdp.backends.{config.backend}.devices")
-        self._is_running = False
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begins before the first of the steps; a resumed run may begin behind it."""
-        if not self._is_running and self._first <= self._state.step + 1 <= self._last:
-            self._profiler.start_profiler(self._folder)
-            self._is_running = True
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Ends behind the last one."""
-        if self._state.step >= self._last:
-            self._end()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Ends with the training, if that is earlier."""
-        self._end()
-
-    def _end(self) -> None:
-        if self._is_running:
-            self._is_running = False
-            self._profiler.stop_profiler(self._folder)
-            how = self._profiler.HOW_TO_OPEN_PROFILE
-            how = f"{how}{self._folder}" if how.endswith("=") else how
-            report.say(f"profile up to step {self._state.step} in {self._folder}; {how}")

@@ -48,11 +48,10 @@ from kerasdp.training.own_loop import LoopBatch, OwnLoop, SavedParts, Step
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, first_of, make_reader, open_feed
 
-# The choices of which `build_model`, `make_optimizer`, `make_loss` and `load_data` make a part of the training.
+# The choices of which `build_model`, `make_optimizer` and `load_data` make a part of the training.
 _OF_PARTS = {
-    "model": ("model", "kernel_initializer", "augment"),
-    "optimizer": ("optimizer", "learning_rate", "lr_base_batch", "schedule", "warmup", "ema"),
-    "loss": ("label_smoothing",),
+    "model": ("model",),
+    "optimizer": ("optimizer", "learning_rate"),
     "data": ("dataset", "data_dir"),
 }
 
@@ -492,6 +491,6 @@ def _resume_validation(reader: Reader | None, done: range, validation_freq: int 
 
 def _unused(model: keras.Model, reader: Reader) -> tuple[str, ...]:
     """Returns the choices of which nothing that is trained was made: that part is user-defined."""
-    parts = {"model": model, "optimizer": inner_optimizer(model.optimizer), "loss": getattr(model, "loss", None)}
+    parts = {"model": model, "optimizer": inner_optimizer(model.optimizer)}
     is_used = {name: is_made_of_choices(part) for name, part in parts.items()} | {"data": bool(reader.name)}
     return tuple(choice for name, choices in _OF_PARTS.items() if not is_used[name] for choice in choices)

@@ -36,9 +36,9 @@ def test_messages_find_their_receiver(results):
     assert results["gathered"]["by tag"] == [[[30.0] * 3, [31.0] * 3], [[10.0], [11.0]], [[20.0] * 2, [21.0] * 2]]
 
 
-@pytest.mark.parametrize("case", ["one bucket", "many buckets", "nothing shared", "bfloat16"])
+@pytest.mark.parametrize("case", ["one bucket", "many buckets", "nothing shared"])
 def test_gradients_are_averaged(results, case):
-    """Of inputs (1, 2, 4) and three times that; all numbers are exact in bfloat16, too."""
+    """Of inputs (1, 2, 4) and three times these."""
     found = results["buckets"][case]
     assert found["gradients"] == [[2.0, 4.0, 8.0], [[4.0, 8.0, 16.0]] * 2, [2.0], None]
     assert found["shared"] == (None if case == "nothing shared" else [3.0, 30.0])

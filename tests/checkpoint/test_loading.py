@@ -105,7 +105,7 @@ def test_files_that_hold_no_model(tmp_path):
         ("text.safetensors", "load_model: .* is corrupt or truncated"),
         ("text.txt", "load_model: expected a workdir, a folder of checkpoints, .safetensors, .keras or .weights.h5"),
         ("empty", "load_model: there are no checkpoints in .*empty"),
-        ("part", "holds the weights that trained, and not the others .*resume its run with .*export"),
+        ("part", "holds the weights that trained, and not the others .*resume its run, .*export"),
     ]:
         for given in ((), (model,)):
             with pytest.raises(UserError, match=words) as caught:

@@ -65,15 +65,6 @@ from kerasdp.errors import UserError
             {"accumulate": 2, "backend": "tensorflow", "num_devices": 2},
             "--accumulate: expected --gpus=1 with --backend=tensorflow",
         ),
-        ({"gradient_precision": "float16"}, "--gradient_precision: expected one of float32, bfloat16. Received"),
-        (
-            {"gradient_precision": "bfloat16", "backend": "jax", "num_devices": 2},
-            "--gradient_precision=bfloat16: there for --backend=torch and tensorflow. Received: jax",
-        ),
-        ({"gradient_precision": "bfloat16", "num_devices": 1}, "one device sends no gradients; leave it out"),
-        ({"gradient_precision": "bfloat16", "accumulate": 2}, "not together with --accumulate=2"),
-        ({"gradient_precision": "bfloat16", "strategy": "pipeline"}, "not together with --strategy=pipeline"),
-        ({"gradient_precision": "bfloat16", "strategy": "tensor"}, "not together with --strategy=tensor"),
         ({"num_devices": "2"}, "--gpus: expected a whole number of at least 1. Received: '2'"),
         ({"batch_size": True}, "--batch_size: expected a whole number of at least 1. Received: True"),
         ({"learning_rate": "0.1"}, "--learning_rate: expected a number above 0. Received: '0.1'"),
@@ -89,10 +80,6 @@ from kerasdp.errors import UserError
         (
             {"backend": np.zeros((2, 2))},
             "--backend: expected one of torch, jax, tensorflow. Received: array([[0., 0.],",
-        ),
-        (
-            {"export": pathlib.Path("m.h5")},
-            "--export: expected a file name that ends in .keras or .weights.h5. Received",
         ),
         ({"checkpoint_every": 0}, "--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). Rece"),
         ({"checkpoint_every": None}, "--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). R"),
@@ -122,10 +109,8 @@ def test_parts_of_a_batch():
 
 
 def test_batch_arithmetic():
-    settings = Config(batch_size=61, learning_rate=0.1, lr_base_batch=122)
+    settings = Config(batch_size=61, learning_rate=0.1)
     assert settings.replica_batch_size(4) == 16
-    assert settings.scaled_learning_rate(9.0) == pytest.approx(0.05)
-    assert Config().scaled_learning_rate(0.01) == 0.01
 
 
 def test_a_config_is_frozen_and_fits_into_json():
@@ -187,7 +172,6 @@ def test_where_a_choice_is_there(choice):
     [
         ("workdir", pathlib.Path("runs/a"), "runs/a"),
         ("data_dir", pathlib.Path("data"), "data"),
-        ("export", pathlib.Path("a.keras"), "a.keras"),
         ("checkpoint_every", 50, "50"),
         ("checkpoint_every", np.int64(50), "50"),
         ("seed", np.int64(7), 7),

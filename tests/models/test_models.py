@@ -64,7 +64,7 @@ def test_images_are_scaled_inside(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_kernel_initializer_reaches_every_kernel(name):
-    config = Config(model=name, kernel_initializer="random_normal(stddev=0.25)")
+    config = Config(model=f"{name}(kernel_initializer='random_normal(stddev=0.25)')")
     for layer in build_model(config, (32, 32, 3), 4).layers:
         if hasattr(layer, "kernel_initializer"):
             assert isinstance(layer.kernel_initializer, keras.initializers.RandomNormal)
@@ -90,22 +90,20 @@ def test_models_of_the_user(tmp_path):
         with pytest.raises(UserError, match=words):
             build_model(Config(model=f"{file}:{name}"), (4,), 2)
     with pytest.raises(UserError, match="cannot be called with kernel_initializer"):
-        build_model(Config(model=f"{file}:build", kernel_initializer="he_normal"), (4,), 2)
+        build_model(Config(model=f"{file}:build(kernel_initializer='he_normal')"), (4,), 2)
 
 
 @pytest.mark.parametrize("text", ["nosuch", "random_normal(width=3)"])
 def test_unknown_initializers(text):
-    with pytest.raises(UserError, match="--kernel_initializer: Keras has no such initializer"):
-        build_model(Config(kernel_initializer=text), (28, 28, 1), 10)
+    with pytest.raises(UserError, match="--model: Keras has no such kernel_initializer"):
+        build_model(Config(model=f"lenet(kernel_initializer={text!r})"), (28, 28, 1), 10)
 
 
 def test_optimizers():
-    optimizer = make_optimizer(
-        Config(optimizer="sgd(momentum=0.9)", learning_rate=0.1, batch_size=32, lr_base_batch=64)
-    )
+    optimizer = make_optimizer(Config(optimizer="sgd(momentum=0.9)", learning_rate=0.1))
     assert isinstance(optimizer, keras.optimizers.SGD)
     assert optimizer.momentum == 0.9
-    assert float(optimizer.learning_rate) == pytest.approx(0.05)
+    assert float(optimizer.learning_rate) == pytest.approx(0.1)
     assert float(make_optimizer(Config(optimizer="AdamW(weight_decay=0.1)")).learning_rate) == pytest.approx(0.001)
     assert float(make_optimizer(Config(optimizer="adam(learning_rate=0.5)")).learning_rate) == pytest.approx(0.5)
     for text, words in [("sgdd", "expected one of .*sgd. Received: 'sgdd'"), ("adam(foo=1)", "does not take these")]:

@@ -32,7 +32,7 @@ def of_flags(runner):
     config = runner.config
     data = kerasdp.load_data(config)
     model = kerasdp.build_model(config, data.input_shape, data.num_classes)
-    model.compile(kerasdp.make_optimizer(config), kerasdp.make_loss(config))
+    model.compile(kerasdp.make_optimizer(config), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(data.train, epochs=1)
 
 

@@ -3,6 +3,7 @@
 python resume.py SETTINGS: fields of kerasdp.Config as JSON, and
     trouble, at_step: what happens on the last rank behind a step, once in a workdir: "signal", "signal in validation",
         "kill", "hang", "nan", "remove" (the workdir)
+    export: a file for the model that was trained
 """
 
 import hashlib
@@ -43,8 +44,8 @@ def train(runner):
         trouble(keras, runner),
     ]
     history = runner.fit(model, x, y, epochs=runner.config.epochs, validation_split=0.2, callbacks=callbacks)
-    if runner.config.export:
-        kerasdp.export(model, runner.config.export)
+    if "export" in SETTINGS:
+        kerasdp.export(model, SETTINGS["export"])
     digest = hashlib.sha256()
     for variable in model.variables:
         digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
@@ -104,7 +105,7 @@ def main():
     settings = json.loads(sys.argv[1])
     os.environ["KERASDP_TEST_SETTINGS"] = sys.argv[1]
     globals()["SETTINGS"] = settings
-    fields = {name: value for name, value in settings.items() if name not in ("trouble", "at_step", "units")}
+    fields = {name: value for name, value in settings.items() if name not in ("trouble", "at_step", "units", "export")}
     fields = {"device": "cpu", "verbose": 0, "log_every": 1, "batch_size": 13} | fields
     try:
         result = kerasdp.launch(train, kerasdp.Config(**fields))

@@ -34,7 +34,6 @@ CASES = {
     "bfloat16": {"model": "convnet", "precision": "bfloat16"},
     "float16": {"model": "convnet", "precision": "float16"},
     "float64": {"model": "convnet", "precision": "float64"},
-    "sent-bfloat16": {"model": "convnet", "gradient_precision": "bfloat16"},
     "kept": {"model": "convnet", "data_on_device": "on"},
     "several": {"model": "convnet", "steps_per_execution": 3},
     "kept-several": {"model": "convnet", "data_on_device": "on", "steps_per_execution": 3},

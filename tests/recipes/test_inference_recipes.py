@@ -23,7 +23,7 @@ def trained(tmp_path_factory):
     def workdir(backend):
         path = folder / backend
         flags = ("--device=cpu", "--model=convnet", "--optimizer=adam", "--max_steps=3", f"--workdir={path}")
-        done = run("recipes/train.py", f"--backend={backend}", *flags, f"--export={path}/model.keras", backend=backend)
+        done = run("recipes/train.py", f"--backend={backend}", *flags, backend=backend)
         assert done.returncode == 0, done.stderr
         return path
 
@@ -55,7 +55,7 @@ def use(recipe, *flags, backend, **settings):
 @pytest.mark.parametrize("source", some_of([(name,) for name in BACKENDS], [(BACKENDS[0],)]))
 @pytest.mark.parametrize(("backend", "count"), some_of(NINE, [(BACKENDS[-1], 2)]))
 def test_predictions_are_the_same_everywhere(source, backend, count, trained, images, tmp_path):
-    """Of a checkpoint of each backend, beside plain Keras in this process, which has the file of `--export`."""
+    """Of a checkpoint of each backend, beside plain Keras in this process, which has the file of the run."""
     x, data = images
     flags = (f"--gpus={count}", "--batch_size=16", data, f"--output={tmp_path}/all.npy")
     done = use("predict", f"--checkpoint={trained(source)}", *flags, f"--workdir={tmp_path}/run", backend=backend)

@@ -7,8 +7,7 @@ import pytest
 from kerasdp.config import Config
 from tests.helpers import PROGRAMS, run
 
-OWN = ("model", "kernel_initializer", "augment", "dataset", "data_dir", "optimizer", "learning_rate", "schedule")
-OWN += ("warmup", "ema", "lr_base_batch", "label_smoothing")
+OWN = ("model", "dataset", "data_dir", "optimizer", "learning_rate")
 
 
 @pytest.fixture(scope="module")

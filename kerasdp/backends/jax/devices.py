@@ -1,4 +1,4 @@
-"""JAX: the devices of a run, driven by one process a machine: made, joined, profiled, and given data."""
+"""JAX: the devices of a run, driven by one process a machine: made, joined, and given data."""
 
 import atexit
 import contextlib
@@ -379,17 +379,3 @@ def describe() -> dict[str, Any]:
         "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": found[0].client.platform_version.replace("\n", " ") if found else None,
     }
-
-
-HOW_TO_OPEN_PROFILE = "pip install xprof, then: xprof --logdir="
-
-
-def start_profiler(folder: str) -> None:
-    """Begins to record."""
-    jax.profiler.start_trace(folder)
-
-
-def stop_profiler(folder: str) -> None:
-    """Waits for the steps that are on their way, ends the record, and writes it."""
-    jax.block_until_ready(jax.live_arrays())
-    jax.profiler.stop_trace()

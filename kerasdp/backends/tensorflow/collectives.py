@@ -5,23 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import attributes_kept
-from kerasdp.runtime.devices import Devices
 
 # What NCCL sums and gathers for TensorFlow (2.21), whose operations also take bfloat16 and end in an error with it.
 _TYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 # Most bytes of a replica's rows that are gathered by a sum.
 _MOST_BYTES = 2**20
-
-
-def require_sum(precision: str, devices: Devices) -> None:
-    """Raises `UserError` if the devices cannot sum gradients in that precision: GPUs cannot in bfloat16."""
-    if precision == "bfloat16" and devices.is_accelerator:
-        raise UserError(
-            "--gradient_precision=bfloat16: TensorFlow sums no bfloat16 between GPUs; leave it out, or use "
-            "--backend=torch"
-        )
 
 
 def sendable(tensor: tf.Tensor) -> tf.Tensor:
@@ -132,25 +121,21 @@ def sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.cast(each, own.dtype) for each, own in zip(sums, tensors)]
 
 
-def mean(
-    gradients: list[Any], shared: dict[str, tf.Tensor], precision: str = "float32"
-) -> Callable[[], tuple[list[Any], dict[str, tf.Tensor]]]:
+def mean(gradients: list[Any], shared: dict[str, tf.Tensor]) -> Callable[[], tuple[list[Any], dict[str, tf.Tensor]]]:
     """Averages gradients over the replicas, and sums other tensors, in one collective per type.
 
-    A weight that the loss does not depend on keeps its None. With a `precision` of `"bfloat16"` gradients are sent and
-    summed in it. They are dense.
+    A weight that the loss does not depend on keeps its None. Gradients are dense.
 
     Returns:
         A function that takes apart what has come. Compiled with what uses it, that is no operation of its own.
     """
     present = [gradient for gradient in gradients if gradient is not None]
-    sent = present if precision == "float32" else [tf.cast(each, precision) for each in present]
     divisor = num_replicas()
-    received = _summed([*sent, *map(sendable, shared.values())])
+    received = _summed([*present, *map(sendable, shared.values())])
 
     def take_apart() -> tuple[list[Any], dict[str, tf.Tensor]]:
         values = received()
-        means = iter([tf.cast(value, own.dtype) / divisor for value, own in zip(values, present)])
+        means = iter([value / divisor for value in values[: len(present)]])
         others = zip(shared.items(), values[len(present) :], strict=True)
         sums = {name: tf.cast(value, own.dtype) for (name, own), value in others}
         return [None if gradient is None else next(means) for gradient in gradients], sums

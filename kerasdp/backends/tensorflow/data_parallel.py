@@ -47,7 +47,6 @@ class DataParallel(TensorFlowStrategy):
         super().__init__(devices, config)
         self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
-        collectives.require_sum(config.gradient_precision, devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
         self.mirrored = one if devices.count == 1 else private.mirrored_strategy(self.device_names)

@@ -1,4 +1,4 @@
-"""TensorFlow: the devices of a run, driven by one process: made, profiled, and given data."""
+"""TensorFlow: the devices of a run, driven by one process: made, and given data."""
 
 import logging
 from collections.abc import Callable
@@ -186,16 +186,3 @@ def describe() -> dict[str, Any]:
         "CUDA": build.get("cuda_version"),
         "cuDNN": build.get("cudnn_version"),
     }
-
-
-HOW_TO_OPEN_PROFILE = "pip install xprof, then: xprof --logdir="
-
-
-def start_profiler(folder: str) -> None:
-    """Begins to record."""
-    tf.profiler.experimental.start(folder)
-
-
-def stop_profiler(folder: str) -> None:
-    """Ends the record, and writes it."""
-    tf.profiler.experimental.stop()

@@ -50,7 +50,7 @@ class ReplicaSteps(ShardSteps):
         if context is not None:
             next_values = self.next_values(gradients, variables)
             averaged = [None if is_next_value(weight) else each for each, weight in zip(gradients, variables)]
-            received = collectives.mean(averaged, whole.shared, strategy.config.gradient_precision)
+            received = collectives.mean(averaged, whole.shared)
             take_apart = lambda: (self.joined((found := received())[0], next_values), found[1])  # noqa: E731
         means, sums = take_apart()
         observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)

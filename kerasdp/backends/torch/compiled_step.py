@@ -453,7 +453,6 @@ class GradientBuckets:
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
         # What was sent, with the sum on its way.
         self.sent: list[tuple[list[tuple[int, torch.Tensor]], Any]] = []
-        self.is_bfloat16 = strategy.config.gradient_precision == "bfloat16"
         # Of a weight that is held in parts, the backward pass gives this process its own of the mean.
         self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
         self.own |= leaves.keys() - averaged
@@ -478,8 +477,7 @@ class GradientBuckets:
             axes = [self.parts.axes[key] for key, _ in bucket]
             self.sent.append((bucket, self.parts.average(gradients, axes, gradients[0].dtype)))
             return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        flat = (flat.to(torch.bfloat16) if self.is_bfloat16 else flat) / self.num_replicas
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / self.num_replicas
         self.sent.append((bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
 
     def mean(
@@ -492,7 +490,7 @@ class GradientBuckets:
         if self.num_replicas == 1:
             return list(gradients), shared
         dtypes = {gradient.dtype for _, gradient in self.buckets[False]}
-        joins_last_bucket = shared is not None and not self.is_bfloat16 and dtypes == {shared.dtype}
+        joins_last_bucket = shared is not None and dtypes == {shared.dtype}
         sums = None if shared is None or joins_last_bucket else all_reduce_async(shared)
         for is_cut, bucket in self.buckets.items():
             if bucket:
@@ -506,7 +504,7 @@ class GradientBuckets:
                 averaged |= {key: part.to(one.dtype) for (key, one), part in zip(bucket, sent.take())}
                 continue
             joined, sizes = wait(sent), [gradient.numel() for _, gradient in bucket]
-            *values, rest = joined.to(bucket[0][1].dtype).split([*sizes, joined.numel() - sum(sizes)])
+            *values, rest = joined.split([*sizes, joined.numel() - sum(sizes)])
             averaged |= {key: value.reshape(gradient.shape) for (key, gradient), value in zip(bucket, values)}
         total = wait(sums) if sums is not None else rest if joins_last_bucket else None
         return [averaged.get(id(variable)) for variable in variables], total

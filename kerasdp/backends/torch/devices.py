@@ -1,4 +1,4 @@
-"""PyTorch: the devices of a run, a process each: chosen, started, joined, profiled, and given data."""
+"""PyTorch: the devices of a run, a process each: chosen, started, joined, and given data."""
 
 import atexit
 import collections
@@ -369,22 +369,3 @@ def describe() -> dict[str, Any]:
         "cuDNN": torch.backends.cudnn.version() if gpus else None,
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
     }
-
-
-HOW_TO_OPEN_PROFILE = "open the file at https://ui.perfetto.dev"
-
-_running: list[torch.profiler.profile] = []
-
-
-def start_profiler(folder: str) -> None:
-    """Begins to record, of this process."""
-    os.makedirs(folder, exist_ok=True)
-    _running.append(torch.profiler.profile())  # of the CPU, and of a GPU if there is one
-    _running[-1].start()
-
-
-def stop_profiler(folder: str) -> None:
-    """Ends the record, and writes `trace.json`."""
-    profile = _running.pop()
-    profile.stop()
-    profile.export_chrome_trace(os.path.join(folder, "trace.json"))

@@ -44,7 +44,7 @@ class Parts:
     """
 
     def __init__(self, model: Any, config: Config):
-        """`config`: `shard` and `gradient_precision` are read."""
+        """`config`: `shard` is read."""
         from kerasdp.keras_compat.layers import is_next_value
 
         self.model, self.size, self._rank = model, dist.get_world_size(), dist.get_rank()
@@ -63,8 +63,6 @@ class Parts:
         # What was cut, with its axis and the tensor of this rank's part, which compiled steps know.
         self._held: dict[int, tuple[Any, int, torch.Tensor]] = {}
         self.is_cut = False
-        # In which gradients are sent, if not in the type of the weight.
-        self._sent_type = torch.bfloat16 if config.gradient_precision == "bfloat16" else None
         self._groups: dict[int, int] = {}
 
     @property
@@ -159,10 +157,10 @@ class Parts:
     def average(self, wholes: Sequence[torch.Tensor], axes: Sequence[int], dtype: torch.dtype) -> "Means":
         """Starts to average tensors over the ranks, of which each gets its parts; by one message.
 
-        `dtype`: in which they are sent, if no other is chosen.
+        `dtype`: in which they are sent.
         """
         rows = [whole.unflatten(axis, (self.size, -1)).movedim(axis, 0) for whole, axis in zip(wholes, axes)]
-        shapes, dtype = [row.shape[1:] for row in rows], self._sent_type or dtype
+        shapes = [row.shape[1:] for row in rows]
         if is_being_captured(rows[0]):
             sent = torch.cat([row.to(dtype).reshape(self.size, -1) for row in rows], dim=1)
         else:  # each is copied once

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, Trained
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
@@ -129,10 +128,6 @@ class RankSteps(ShardSteps):
         parallel = torch.nn.parallel.DistributedDataParallel(
             TrainedModel(model, used), device_ids=[strategy.device] if strategy.is_gpu else None
         )
-        if strategy.config.gradient_precision == "bfloat16":
-            # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
-            # bfloat16, too.
-            parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
         if strategy.num_replicas > 2:
             # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as
             # they came. Where in a message a number stands decides in which order those of the ranks are added: the

@@ -1,0 +1,64 @@
+"""Trackers by flag."""
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from kerasdp.config import Config
+from kerasdp.config.validation import check_installed
+from kerasdp.errors import UserError
+from kerasdp.reporting.run_files import Trackers
+from tests.helpers import run
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"tracker": "comet", "workdir": "w"}, "--tracker: expected some of tensorboard, wandb, mlflow"),
+    ],
+)
+def test_wrong_choices_are_one_line(choices, words, monkeypatch):
+    monkeypatch.setenv("KERASDP_FROM_COMMAND_LINE", "1")
+    with pytest.raises(UserError) as caught:
+        Config(**choices)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_trackers_get_the_numbers(tracker, tmp_path):
+    """Offline; a resumed run is the same run."""
+    pytest.importorskip(tracker, reason=f"{tracker} is not installed: pip install 'kerasdp[{tracker}]'")
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    settings = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": store}
+    workdir = tmp_path / "run"
+    for flags in (["--max_steps=5"], ["--max_steps=10", "--resume"]):
+        done = run(
+            "recipes/train.py", "--model=mlp", "--device=cpu", "--batch_size=300", "--epochs=2", "--log_every=1",
+            f"--tracker={tracker}", f"--workdir={workdir}", *flags, **settings,
+        )  # fmt: skip
+        assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
+    (name,) = json.loads((workdir / "trackers.json").read_text()).values()
+    losses = [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    if tracker == "wandb":
+        assert len([path for path in (workdir / "wandb").iterdir() if path.name.endswith(name)]) == 2  # both parts
+        return
+    from mlflow import MlflowClient
+
+    history = MlflowClient(tracking_uri=store).get_metric_history(name, "step/loss")
+    assert [metric.value for metric in sorted(history, key=lambda metric: metric.step)] == losses
+    assert MlflowClient(tracking_uri=store).get_run(name).data.params["batch_size"] == "300"
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else importlib)
+    with pytest.raises(UserError, match=r"wandb is not installed; add it: pip install 'kerasdp\[wandb\]'"):
+        check_installed(Config(tracker="tensorboard,wandb", workdir=str(tmp_path)))
+
+
+def test_a_tracker_that_cannot_begin_is_one_line(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where its folder should be")
+    facts = SimpleNamespace(config=Config(tracker="tensorboard", workdir=str(tmp_path)))
+    with pytest.raises(UserError, match="--tracker=tensorboard cannot begin: .*Not a directory"):
+        Trackers(facts, str(tmp_path), 0)
