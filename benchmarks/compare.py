@@ -19,7 +19,7 @@ frameworks do by default; --batch_norm=sync is for those that can, and measures 
 peer `replica-norm`). Virtual CPU devices share the cores: expect no gain from more of them. Run nothing else meanwhile.
 
 Of the flags of training these are taken, too: --model, --dataset, --data_dir, --batch_size, --precision, --device,
---compile, --batch_norm, --data_on_device, --deterministic, --seed, --workdir.
+--compile, --batch_norm, --deterministic, --seed, --workdir.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from kerasdp.runtime.devices import choose_backend
 
 TAKEN = Recipe(
     takes=["model", "dataset", "data_dir", "batch_size", "precision", "device", "compile",
-           "batch_norm", "data_on_device", "deterministic", "seed", "workdir"],
+           "batch_norm", "deterministic", "seed", "workdir"],
     reason="all contenders train alike, with data parallelism and SGD; python benchmarks/compare.py --help",
     # What all contenders can train; and what the frameworks do by themselves.
     defaults={"model": "convnet", "batch_norm": "replica"},

@@ -80,9 +80,6 @@ class Config:
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "
         "all, and the run ends if they differ. Or off.")
-    data_on_device: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
-        "on, off, or auto: whether inputs in memory stay on every device; auto: on GPUs, up to 1 GiB.",
-        only=[Only("on", engines=["data"])])
 
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "

@@ -56,7 +56,7 @@ def make_reader(
     """Makes the reader of this process for what a user gives as data.
 
     Args:
-        config: `seed`, `data_on_device` and `engine` are read.
+        config: `seed` and `engine` are read.
         strategy: says which inputs this process reads.
         devices: of the run.
         x: as in `kerasdp.Runner.fit`; so are `y`, `sample_weight`, `class_weight` and `shuffle`.
@@ -87,8 +87,6 @@ def make_reader(
         )
         is_kept = fitting and _stays_on_device(source, config, devices)
         return SampleReader(source, order, strategy.split, strategy.shard, is_kept)
-    if fitting:
-        _stays_on_device(x, config, devices)  # raises if it was asked to
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
     return _reader_of_batches(x, strategy, steps, class_weight, seed if training else None, shuffle, known_streams)
@@ -154,9 +152,6 @@ def _is_source(x: Any) -> bool:
 
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
-    choice, is_in_memory = config.data_on_device, isinstance(source, ArraySource)
-    if choice == "on" and not is_in_memory:
-        raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")
-    if choice == "auto" and devices.is_accelerator and config.engine == "data":
-        return is_in_memory and source.num_bytes <= MOST_ON_DEVICE
-    return choice == "on"
+    """Returns whether the inputs of a source are kept on each device, where a step then takes its rows."""
+    may_stay = devices.is_accelerator and config.engine == "data"
+    return may_stay and isinstance(source, ArraySource) and source.num_bytes <= MOST_ON_DEVICE

@@ -37,7 +37,7 @@ MODELS = {
 OPTIMIZERS = (SGD, "adam", "adamw(weight_decay=0.01)", CLIPPED)
 QUICK = {
     "convnet": {"model": "convnet", "optimizer": "adam", "runs": True},
-    "half": {"model": "lenet", "optimizer": CLIPPED, "precision": "float16", "data_on_device": "off"},
+    "half": {"model": "lenet", "optimizer": CLIPPED, "precision": "float16"},
     "adding": {"model": "mlp", "layer": "adding"},
     "drawing": {"model": "mlp", "layer": "drawing"},
 }

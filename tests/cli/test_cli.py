@@ -137,7 +137,7 @@ def test_the_flags_are_these():
     assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
         "accumulate", "backbone", "backend", "backends", "balance", "batch_norm",
         "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
-        "checkpoint_weights", "compile", "coordinator", "cut_at", "data_dir", "data_on_device",
+        "checkpoint_weights", "compile", "coordinator", "cut_at", "data_dir",
         "dataset", "deterministic", "device", "device_counts", "devices",
         "epochs", "fine_tuning_rate", "gpus", "hang_timeout",
         "head_epochs", "host_rank", "hosts", "interface", "keep",

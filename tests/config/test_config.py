@@ -88,8 +88,6 @@ from kerasdp.errors import UserError
             "--split_size: expected auto, or a whole number of at least 1. Rec",
         ),
         ({"strategy": "pipeline", "split_size": 2.5}, "--split_size: expected auto, or a whole number of at least 1."),
-        ({"data_on_device": "yes"}, "--data_on_device: expected one of auto, on, off"),
-        ({"data_on_device": "on", "strategy": "pipeline"}, "--data_on_device=on: not together with --strategy=pipe"),
     ],
 )
 def test_a_wrong_choice_is_one_line(changes, words):

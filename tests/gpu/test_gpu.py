@@ -164,15 +164,6 @@ def test_a_model_or_a_batch_in_parts(machine, backend, count, flags, record_prop
     assert apart(expected.losses, received.losses) < 1e-9
 
 
-@each_backend
-@each_count
-def test_data_that_stays_on_the_devices(machine, backend, count):
-    machine.need(backend, count)
-    flags = (*SHORT, "--model=lenet", "--deterministic")
-    kept, sent = (machine.train(backend, count, *flags, f"--data_on_device={choice}") for choice in ("on", "off"))
-    assert (kept.losses == sent.losses).all()
-
-
 def test_jax_leaves_other_gpus_alone(machine):
     machine.need("jax", 2)
     machine.need_gpu("memory that is reserved")

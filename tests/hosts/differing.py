@@ -58,7 +58,6 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "model": Differs("lenet"),
     "dataset": Differs("synthetic(shape=(8,8,1), num_classes=10)"),
     "data_dir": Free("{folder}/data"),
-    "data_on_device": Differs("on"),
     "remat": Differs("dense*"),
     "shard": Differs("weights", {"shard": "optimizer"}),
     "batch_size": Differs(32),

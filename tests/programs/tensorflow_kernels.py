@@ -34,9 +34,9 @@ CASES = {
     "bfloat16": {"model": "convnet", "precision": "bfloat16"},
     "float16": {"model": "convnet", "precision": "float16"},
     "float64": {"model": "convnet", "precision": "float64"},
-    "kept": {"model": "convnet", "data_on_device": "on"},
+    "kept": {"model": "convnet", "is_kept": True},
     "several": {"model": "convnet", "steps_per_execution": 3},
-    "kept-several": {"model": "convnet", "data_on_device": "on", "steps_per_execution": 3},
+    "kept-several": {"model": "convnet", "is_kept": True, "steps_per_execution": 3},
     "resnet18": {"model": "resnet18"},
     "resnet50": {"model": "resnet50"},
     "accumulate": {"model": "convnet", "accumulate": 4},
@@ -45,7 +45,7 @@ CASES = {
     "pipeline-1f1b": {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "balance": "flops",
                       "micro_batches": 4, "pipeline_schedule": "1f1b"},
     "tokens": {"model": "tokens"},
-    "kept-tokens": {"model": "tokens", "data_on_device": "on"},
+    "kept-tokens": {"model": "tokens", "is_kept": True},
 }  # fmt: skip
 
 
@@ -122,10 +122,13 @@ def tokens(keras):
     return keras.Model(inputs, layers.Dense(10)(layers.AlphaDropout(0.1)(x)))
 
 
-def train(watch, steps_per_execution, is_tokens, runner):
+def train(watch, steps_per_execution, is_tokens, is_kept, runner):
     """Two epochs, the second of which is watched, an evaluation and a prediction."""
     import keras
 
+    from kerasdp.training import readers
+
+    readers._stays_on_device = lambda *_: is_kept
     numbers, rows, config = np.random.RandomState(0), 6 * runner.config.batch_size, runner.config
     with runner.scope():
         if is_tokens:
@@ -157,13 +160,14 @@ def judge(watch: Watch, case: str, count: int) -> dict:
     settings = dict(CASES[case])
     watch.roots, watch.eager = set(), []
     steps, is_tokens = settings.pop("steps_per_execution", 1), settings["model"] == "tokens"
+    is_kept = settings.pop("is_kept", False)
     if is_tokens:
         settings["model"] = "lenet"
     config = kerasdp.Config(
         **{"backend": "tensorflow", "device": "cpu", "num_devices": count, "batch_size": 32, "optimizer": SGD,
            "verbose": 0, "check": "off"} | settings
     )  # fmt: skip
-    kerasdp.launch(functools.partial(train, watch, steps, is_tokens), config)
+    kerasdp.launch(functools.partial(train, watch, steps, is_tokens, is_kept), config)
     judged = gpu_kernels.Judge("CPU:0" if count > 1 else "")
     for name in sorted(watch.roots):
         judged.root(name)
