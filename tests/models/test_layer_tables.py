@@ -141,7 +141,6 @@ def line_of(layer):
     ]
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("name", TABLES)
 def test_layers_with_kernels(name, models):
     found = [
@@ -179,7 +178,6 @@ def follow(model, layer):
 NORM, POOL = "BatchNormalization", "GlobalAveragePooling2D"
 
 
-@pytest.mark.proof
 def test_what_follows_in_lenet_and_the_convnet(models):
     lenet = {name: follow(models["lenet"], models["lenet"].get_layer(name)) for name in ("conv1", "conv2", "dense1")}
     assert lenet == {

@@ -27,27 +27,6 @@ def test_sizes(name):
     assert outputs.shape == (2, 10)
 
 
-def test_convnet_is_the_guides():
-    """Keras' own default padding in the second convolution: no parameter tells it from another."""
-    layers = {layer.name: layer for layer in build_model(Config(model="convnet"), (28, 28, 1), 10).layers}
-    names = ["conv1", "conv2", "conv3", "pool", "dense1", "dropout", "logits"]
-    shapes = [(28, 28, 12), (12, 12, 24), (6, 6, 32), (32,), (256,), (256,), (10,)]
-    assert [layers[name].output.shape[1:] for name in names] == shapes
-    norms = [layer for layer in layers.values() if isinstance(layer, keras.layers.BatchNormalization)]
-    assert [(norm.scale, norm.center, norm.momentum) for norm in norms] == [(False, True, 0.99)] * 3
-    assert [layers[name].use_bias for name in ("conv1", "conv2", "conv3", "dense1", "logits")] == [False] * 2 + [
-        True
-    ] * 3
-    assert layers["dropout"].rate == 0.5
-
-
-@pytest.mark.proof
-def test_resnet50():
-    model = build_model(Config(model="resnet50"), (128, 128, 3), 1000)
-    assert model.count_params() == 25557032 + 53120
-    assert model.output_shape == (None, 1000)
-
-
 def test_the_toy():
     model = build_model(Config(model="mlp"), (10,), 5)
     assert model.count_params() == 10 * 10 + 10 + 10 * 5 + 5

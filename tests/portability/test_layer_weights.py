@@ -1,7 +1,6 @@
 """Every layer's weights are those of plain Keras in kind, and bit-equal on all backends, whatever was made before."""
 
 import functools
-import importlib.util
 
 import pytest
 
@@ -18,18 +17,17 @@ MOST_BEYOND = 30  # by chance: one in 2**30
 
 
 @functools.cache
-def made(backend, layers="keras_layers", *compare):
+def made(backend, *compare):
     program = helpers.PROGRAMS / "layer_weights.py"
-    warm = backend if layers == "keras_layers" else None  # KerasHub brings TensorFlow: not into a process for others
-    return helpers.result_of(helpers.run(program, backend, layers, *compare, backend=warm))
+    return helpers.result_of(helpers.run(program, backend, *compare, backend=backend))
 
 
-def compared(layers="keras_layers"):
-    return made(helpers.BACKENDS[0], layers, "compare")
+def compared():
+    return made(helpers.BACKENDS[0], "compare")
 
 
-def others(layers="keras_layers", names=helpers.BACKENDS[1:]):
-    return [made(backend, layers) for backend in names]
+def others(names=helpers.BACKENDS[1:]):
+    return [made(backend) for backend in names]
 
 
 def judge(name, weights):
@@ -84,16 +82,3 @@ def test_models_are_bit_equal_however_they_are_built(names):
     for result in results:
         for how, digests in result.items():
             assert digests == expected, how
-
-
-@pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="KerasHub is not installed")
-def test_layers_of_keras_hub():
-    expected = compared("keras_hub_layers")
-    assert not expected["unlisted"], "new in KerasHub, or gone: see tests/programs/keras_hub_layers.py"
-    assert len(expected["layers"]) == 8
-    for name, weights in expected["layers"].items():
-        judge(name, weights)
-        for found in others("keras_hub_layers"):
-            received = found["layers"][name]
-            assert [weight["is"] for weight in received] == [weight["is"] for weight in weights]
-            assert [weight["digest"] for weight in received] == [weight["digest"] for weight in weights]

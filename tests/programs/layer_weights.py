@@ -1,13 +1,12 @@
-"""Makes the weights of every layer of a list, by the kit and, where asked, by plain Keras.
+"""Makes the weights of every layer of keras_layers.py, by the kit and, where asked, by plain Keras.
 
-    python layer_weights.py BACKEND keras_layers|keras_hub_layers [compare]
+    python layer_weights.py BACKEND [compare]
 
 Prints, for each layer, what its variables are, with a digest of the kit's values, and how they compare with
 plain Keras'.
 """
 
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -98,6 +97,7 @@ def digests(model):
 
 def train(runner):
     import keras
+    import keras_layers
 
     rows = np.zeros((2, 5, 4), "float32")
     models = {}
@@ -116,7 +116,7 @@ def train(runner):
         keras.layers.MultiHeadAttention(2, 2).build((None, 3, 4), (None, 3, 4))
         keras.random.normal((3,))
     made = {}
-    for name, (make, shapes) in importlib.import_module(sys.argv[2]).LAYERS.items():
+    for name, (make, shapes) in keras_layers.LAYERS.items():
         with runner.scope():
             made[name] = build(make, shapes)
     return made, {how: digests(model) for how, model in models.items()}
@@ -124,18 +124,21 @@ def train(runner):
 
 def main():
     made, models = kerasdp.launch(train, backend=sys.argv[1], num_devices=1)
-    listed = importlib.import_module(sys.argv[2])
+    import keras_layers
+
     result = {name: [facts(*pair) for pair in pairs] for name, pairs in made.items()}
-    if sys.argv[3:] == ["compare"]:
+    if sys.argv[2:] == ["compare"]:
         import keras
 
         for name, pairs in made.items():
             keras.utils.set_random_seed(sum(map(ord, name)))
-            for one, (_, own), (variable, plain) in zip(result[name], pairs, build(*listed.LAYERS[name]), strict=True):
+            for one, (_, own), (variable, plain) in zip(
+                result[name], pairs, build(*keras_layers.LAYERS[name]), strict=True
+            ):
                 one["plain"] = facts(variable, plain)
                 if not one["seed"] and not np.array_equal(own, plain):
                     one["distance"] = compare(own, plain)
-    found = {"unlisted": listed.unlisted(), "weighty": getattr(listed, "weighty", list)()}
+    found = {"unlisted": keras_layers.unlisted(), "weighty": keras_layers.weighty()}
     print("RESULT " + json.dumps({"layers": result, "models": models, **found}))
 
 

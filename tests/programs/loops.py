@@ -53,42 +53,6 @@ def dense(*sizes, activation="tanh"):
     return keras.Sequential([keras.Input((sizes[0],)), *hidden, keras.layers.Dense(sizes[-1])])
 
 
-def dcgan(runner):
-    """Convolutions, batch norm, dropout, and noise of the step's own."""
-    import keras
-    from keras import layers, ops
-
-    with runner.scope():
-        judge = keras.Sequential(
-            [keras.Input(IMAGES), layers.Conv2D(4, 3, 2, "same"), layers.LeakyReLU(0.2), layers.Dropout(0.2),
-             layers.Flatten(), layers.Dense(1)]
-        )  # fmt: skip
-        maker = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(4 * 4 * 4), layers.Reshape((4, 4, 4)), layers.BatchNormalization(),
-             layers.Conv2DTranspose(4, 4, 2, "same"), layers.LeakyReLU(0.2), layers.Conv2D(1, 3, padding="same")]
-        )  # fmt: skip
-        for_judge, for_maker = keras.optimizers.Adam(0.01, beta_1=0.5), keras.optimizers.Adam(0.01, beta_1=0.5)
-        seeds = keras.random.SeedGenerator(7)
-        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
-
-    @runner.step
-    def step(real):
-        rows = ops.shape(real)[0]
-        made = ops.stop_gradient(maker(keras.random.normal((rows, 6), seed=seeds), training=True))
-        noise = keras.random.normal((rows, 6), seed=seeds)
-
-        def of_judge():
-            ones = ops.ones((rows, 1))
-            return entropy(ones, judge(real, training=True)) + entropy(0 * ones, judge(made, training=True))
-
-        def of_maker():
-            return entropy(ops.ones((rows, 1)), judge(maker(noise, training=True), training=True))
-
-        return {"judge": minimize(of_judge, judge, for_judge), "maker": minimize(of_maker, maker, for_maker)}
-
-    return stepped(runner, step, numbers(0, ROWS, *IMAGES))
-
-
 def wgan(runner):
     """A gradient penalty, and several steps of the critic for one of the generator: two functions."""
     import keras
@@ -133,44 +97,6 @@ def wgan(runner):
     return {"critic": stepped(runner, of_critic, numbers(0, ROWS, 4), each=each), "maker": found}
 
 
-def conditional_gan(runner):
-    """Labels, as `(x, y)`; label smoothing by a variable that the loop sets; a step that gives rows."""
-    import keras
-    from keras import ops
-
-    with runner.scope():
-        judge, maker = dense(4 + 3, 8, 1), dense(2 + 3, 8, 4)
-        for_judge, for_maker = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01)
-        seeds, smooth = keras.random.SeedGenerator(5), keras.Variable(0.0, trainable=False)
-        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
-
-    def made_of(labels, training=False):
-        noise = keras.random.normal((ops.shape(labels)[0], 2), seed=seeds)
-        return maker(ops.concatenate([noise, labels], axis=1), training=training)
-
-    @runner.step
-    def step(batch):
-        real, labels = batch[0], ops.one_hot(batch[1], 3, dtype="float64")
-        made = ops.stop_gradient(made_of(labels, training=True))
-        both = ops.concatenate([ops.concatenate([each, labels], axis=1) for each in (real, made)])
-        truth = ops.concatenate([ops.ones_like(real[:, :1]) - smooth, ops.zeros_like(real[:, :1])])
-        return {
-            "judge": minimize(lambda: entropy(truth, judge(both)), judge, for_judge),
-            "maker": minimize(
-                lambda: entropy(
-                    ops.ones_like(real[:, :1]), judge(ops.concatenate([made_of(labels, training=True), labels], axis=1))
-                ),
-                maker,
-                for_maker,
-            ),
-        }
-
-    made = runner.step(lambda labels: made_of(ops.one_hot(labels, 3, dtype="float64")), returns="rows")
-    labels = np.arange(ROWS) % 3
-    logs = stepped(runner, step, numbers(0, ROWS, 4), labels, each=lambda batch: smooth.assign(smooth + 0.01))
-    return {"logs": logs, "made": keras.ops.convert_to_numpy(made(labels[:7])).tolist()}
-
-
 def vae(runner):
     """Samples of the step's own, a regularizer, and metrics; evaluation by a second function."""
     import keras
@@ -197,66 +123,6 @@ def vae(runner):
     evaluate = runner.step(lambda x: losses_of(x)[0])
     logs = stepped(runner, step, numbers(0, ROWS, 4))
     return {"logs": logs, "evaluated": float(evaluate(numbers(2, 13, 4)))}
-
-
-def ddim(runner):
-    """A network that is averaged within the step (EMA), by variables that no optimizer knows."""
-    import keras
-    from keras import ops
-
-    with runner.scope():
-        network, following = dense(5, 16, 4), dense(5, 16, 4)
-        optimizer, seeds = keras.optimizers.AdamW(0.01, weight_decay=1e-3), keras.random.SeedGenerator(11)
-        following.set_weights(network.get_weights())
-
-    @runner.step
-    def step(images):
-        noise = keras.random.normal(ops.shape(images), seed=seeds)
-        share = keras.random.uniform((ops.shape(images)[0], 1), 0.05, 0.95, seed=seeds)
-        noisy = ops.cos(share) * images + ops.sin(share) * noise
-
-        def loss_of():
-            return ops.mean(ops.abs(noise - network(ops.concatenate([noisy, ops.square(share)], axis=1))))
-
-        loss = minimize(loss_of, network, optimizer)
-        for weight, average in zip(network.weights, following.weights, strict=True):
-            average.assign(0.9 * average + 0.1 * weight)
-        return {"loss": loss}
-
-    logs = stepped(runner, step, numbers(0, ROWS, 4))
-    return {"logs": logs, "following": [float(ops.sum(ops.abs(weight))) for weight in following.weights]}
-
-
-def cycle_gan(runner):
-    """Four networks, two of which share an optimizer; pairs of images as a structure."""
-    import keras
-    from keras import ops
-
-    with runner.scope():
-        there, back, judge_a, judge_b = dense(4, 8, 4), dense(4, 8, 4), dense(4, 8, 1), dense(4, 8, 1)
-        for_makers, for_judges = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01)
-
-    @runner.step
-    def step(batch):
-        a, b = batch["a"], batch["b"]
-
-        def of_makers():
-            made_b, made_a = there(a), back(b)
-            cycles = ops.mean(ops.abs(back(made_b) - a)) + ops.mean(ops.abs(there(made_a) - b))
-            fooled = ops.mean(ops.square(judge_b(made_b) - 1)) + ops.mean(ops.square(judge_a(made_a) - 1))
-            return fooled + 10 * cycles, (made_a, made_b)
-
-        makers = there.trainable_variables + back.trainable_variables
-        loss, (made_a, made_b) = minimize(of_makers, makers, for_makers, has_aux=True)
-
-        def of_judges():
-            of_real = ops.mean(ops.square(judge_a(a) - 1)) + ops.mean(ops.square(judge_b(b) - 1))
-            return of_real + ops.mean(ops.square(judge_a(made_a))) + ops.mean(ops.square(judge_b(made_b)))
-
-        judges = judge_a.trainable_variables + judge_b.trainable_variables
-        return {"makers": loss, "judges": minimize(of_judges, judges, for_judges)}
-
-    return stepped(runner, step, {"a": numbers(0, ROWS, 4), "b": numbers(1, ROWS, 4)})
 
 
 def momentum_contrast(runner):
@@ -427,41 +293,6 @@ def dqn(runner):
     return losses
 
 
-def actor_critic(runner):
-    """An episode is a batch, of another length each time."""
-    import keras
-    from keras import ops
-
-    with runner.scope():
-        trunk, optimizer = dense(4, 16, 3), keras.optimizers.Adam(0.01)
-    outputs = runner.step(lambda states: trunk(states), returns="rows")
-
-    @runner.step
-    def step(batch):
-        states, actions, returns = batch["states"], batch["actions"], batch["returns"]
-
-        def loss_of():
-            found = trunk(states)
-            chosen = ops.sum(ops.log_softmax(found[:, :2]) * ops.one_hot(actions, 2, dtype="float64"), axis=1)
-            advantage = returns - found[:, 2]
-            return ops.mean(ops.square(advantage)) - ops.mean(chosen * ops.stop_gradient(advantage))
-
-        return minimize(loss_of, trunk, optimizer)
-
-    game, random, losses = CartPole(), np.random.RandomState(1), []
-    for length in (12, 9, 12, 9, 12):
-        states, actions, rewards = [], [], []
-        for _ in range(length):
-            known = ops.convert_to_numpy(outputs(game.state[None].astype("float64")))[0]
-            states.append(game.state)
-            actions.append(int(random.rand() > 1 / (1 + np.exp(known[1] - known[0]))))
-            rewards.append(game.act(actions[-1])[2])
-        returns = np.cumsum(rewards[::-1])[::-1] / 10
-        episode = {"states": np.array(states, "float64"), "actions": np.array(actions), "returns": returns.copy()}
-        losses.append(float(step(episode)))
-    return losses
-
-
 def supervised(runner):
     """The loop beside `fit`: the same curve."""
     import keras
@@ -566,8 +397,7 @@ def scaled(runner):
 CASES = {
     case.__name__: case
     for case in (
-        supervised, dcgan, wgan, conditional_gan, vae, ddim, cycle_gan, momentum_contrast, distillation, maml, style,
-        dqn, actor_critic, scaled, norm_of_replicas,
+        supervised, wgan, vae, momentum_contrast, distillation, maml, style, dqn, scaled, norm_of_replicas,
     )
 }  # fmt: skip
 

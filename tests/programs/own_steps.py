@@ -12,7 +12,6 @@ import numpy as np
 from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, is_native, minimizing, numbers
 from own_steps_clipped import clipped
 from own_steps_contrastive import neighbours
-from own_steps_diffusion import diffusion
 from own_steps_refused import (
     contrastive,
     float8,
@@ -320,7 +319,6 @@ ALIKE = (
     gan,
     gradient_penalty,
     vae,
-    diffusion,
     neighbours,
     clipped,
 )

@@ -20,7 +20,6 @@ ALIKE = (
     "gan",
     "gradient_penalty",
     "vae",
-    "diffusion",
     "neighbours",
     "clipped",
 )

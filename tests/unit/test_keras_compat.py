@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from kerasdp.keras_compat.layers import (
-    added_losses,
     all_layers,
     has_seed_generators,
     has_weights_of_its_own,
     is_of_keras,
     living_variables,
-    parts_of,
+    mask_of,
     seed_variables,
+    set_mask,
     weight_penalties,
+    with_mask,
 )
 from kerasdp.keras_compat.models import (
     as_functional,
@@ -35,6 +36,8 @@ from kerasdp.keras_compat.optimizers import (
     slots_of,
     weights_unknown_to,
 )
+from kerasdp.keras_compat.random import is_in_layer_call
+from kerasdp.keras_compat.settings import kept_by_clear_session
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +76,6 @@ def test_slots_and_their_weights(model):
     for weight in model.trainable_variables:
         assert found[id(optimizer.own[weight.path])] == ("own", weight)
         assert sum(of is weight for _, of in found.values()) == 3
-
-
-def test_what_a_layer_holds(model):
-    parts = parts_of(model)
-    assert [type(layer).__name__ for layer in parts.in_order] == ["InputLayer", "Dense", "Dropout", "Dense"]
-    assert parts.other_layers == parts.metrics == parts.variables == []
-    dense, dropout = parts.in_order[1], parts_of(parts.in_order[2])
-    found = parts_of(dense)
-    assert [found.attributes[id(variable)].lstrip("_") for variable, _ in found.variables] == ["kernel", "bias"]
-    assert [dropout.attributes[id(holder)] for _, holder in dropout.variables] == ["seed_generator"]
 
 
 def test_calls_of_a_graph_give_what_the_model_gives(model):
@@ -170,12 +163,6 @@ def test_penalties_of_weights_are_those_of_keras(model):
     assert float(own) == float(expected) > 0
 
 
-def test_added_losses():
-    layer = keras.layers.ActivityRegularization(l2=1.0)
-    layer(np.ones((2, 3), "float32"))
-    assert len(added_losses(layer)) == 1
-
-
 def test_losses_by_thread():
     layer = keras.layers.Layer()
     with losses_by_thread([layer]):
@@ -195,3 +182,35 @@ def test_weights_unknown_to_an_optimizer(model):
 def test_living_variables():
     variable = keras.Variable(np.ones(3, "float32"))
     assert any(each is variable for each in living_variables())
+
+
+def test_masks_go_where_their_tensors_go():
+    tensor, mask = keras.ops.ones((4, 2)), keras.ops.convert_to_tensor([True, False, True, True])
+    assert mask_of(with_mask(lambda rows: rows[:3], tensor)) is None
+    first = with_mask(lambda rows: rows[:3], set_mask(tensor, mask))
+    assert keras.ops.convert_to_numpy(mask_of(first)).tolist() == [True, False, True]
+
+
+def test_calls_of_layers_are_seen():
+    seen = []
+    assert not is_in_layer_call()
+    keras.layers.Lambda(lambda x: seen.append(is_in_layer_call()) or x)(np.zeros(2, "float32"))
+    assert seen == [True]
+    assert not is_in_layer_call()
+
+
+def test_clear_session_keeps_what_a_run_has_chosen():
+    devices = keras.distribution.DataParallel(devices=["cpu:0"])
+    try:
+        with kept_by_clear_session():
+            keras.config.set_dtype_policy("mixed_bfloat16")
+            keras.distribution.set_distribution(devices)
+            keras.utils.clear_session()
+            assert keras.config.dtype_policy().name == "mixed_bfloat16"
+            assert keras.distribution.distribution() is devices
+        keras.utils.clear_session()
+        assert keras.config.dtype_policy().name == "float32"
+        assert keras.distribution.distribution() is None
+    finally:
+        keras.distribution.set_distribution(None)
+        keras.config.set_dtype_policy("float32")

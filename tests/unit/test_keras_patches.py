@@ -26,7 +26,6 @@ from kerasdp.keras_compat import (
     operations,
     optimizers,
     patches,
-    random,
     saving,
     settings,
     torch_functions,
@@ -34,7 +33,6 @@ from kerasdp.keras_compat import (
 from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.keras_compat.recurrent import inputs_first
-from kerasdp.portability import initial_weights, replica_context
 from kerasdp.portability import layers as portable_layers
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.random import portable_draws
@@ -293,31 +291,6 @@ def test_what_is_wrapped_for_good_is_wrapped_once():
 # Layers
 
 
-def test_hook_of_add_loss():
-    hook_layers()
-    layers.hook_add_loss(lambda *given: pytest.fail("it is hooked once, for good"))
-    layer, taken = keras.layers.Layer(), []
-    context = replica_context.ReplicaContext(
-        num_replicas=1, num_rows=1, rows=1, first_row=0, total_rows=1, adds=lambda _, *given: taken.append(given)
-    )
-    layer.add_loss(keras.ops.ones(()))
-    assert len(layer.losses) == 1 and not taken
-    with replica_context.use(context):
-        layer.add_loss(keras.ops.ones(()))
-    assert len(layer.losses) == 1 and taken[0][0] is layer
-
-
-def test_a_layer_becomes_one_of_another_class_within_its_graph():
-    class Doubled(keras.layers.Dense):
-        def call(self, inputs):
-            return 2 * super().call(inputs)
-
-    model = dense()
-    assert array(model(ONES)).tolist() == [[3, 3], [3, 3]]
-    layers.become(model.layers[0], Doubled)
-    assert array(model(ONES)).tolist() == [[6, 6], [6, 6]]
-
-
 def test_hook_of_calls():
     """It gets the arguments as the layer does, and sees what the layer gives before a regularizer does."""
     hook_layers()
@@ -349,29 +322,6 @@ def test_hook_of_calls():
     assert len(seen) == 2
 
 
-def test_regularizers_see_the_rows_of_all():
-    hook_layers()
-    model, given = dense(activity_regularizer="l1"), []
-    options = {"num_replicas": 2, "num_rows": 2, "rows": 2, "total_rows": 4}
-    context = replica_context.ReplicaContext(
-        gather_rows=lambda rows: keras.ops.concatenate([rows, 3 * rows]), **options
-    )
-    model(ONES)
-    before = [float(array(loss)) for loss in model.losses]
-    with replica_context.use(context):
-        model(ONES)
-        given = [float(array(loss)) for loss in model.losses]
-    assert given == [0] and float(array(context.penalties[0])) == pytest.approx(2 * before[0])
-    model(ONES)
-    assert [float(array(loss)) for loss in model.losses] == before != [0]
-
-
-def test_a_variable_holds_what_it_is_given():
-    variable, other = keras.Variable(np.ones(2)), keras.ops.zeros(3)
-    layers.set_raw_value(variable, other)
-    assert layers.raw_value(variable) is other
-
-
 # Models
 
 
@@ -384,19 +334,6 @@ def test_layers_that_share_a_name_are_put_into_one_model():
     with models.distinct_names([one, two, two]):
         keras.Model(inputs, outputs)
     assert one.name == two.name == "same"
-
-
-def test_methods_of_all_models():
-    own, model = keras.Model.evaluate, dense()
-
-    class Calls(keras.Model):
-        def evaluate(self):
-            return super().evaluate()
-
-    with models.methods_through({"evaluate": lambda original, model: (model, original)}):
-        assert model.evaluate() == (model, own)
-        assert Calls().evaluate()[1] is own
-    assert keras.Model.evaluate is own and "evaluate" not in vars(keras.Model)
 
 
 @ON_TORCH
@@ -453,25 +390,6 @@ def test_a_keras_whose_functions_are_elsewhere_is_named(monkeypatch):
         pass
 
 
-def test_a_compiled_model_is_built_without_training():
-    """Also layers that are there in training alone."""
-
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.always, self.sometimes = keras.layers.Dense(1), keras.layers.Dense(1)
-
-        def call(self, inputs, training=False):
-            return self.always(inputs) + (self.sometimes(inputs) if models else 0)
-
-    model = Own()
-    model.compile("adam", "mse", metrics=["mae"])
-    assert models.compiled_metrics(model) == models.output_losses(model) == []
-    models.build_compiled(model, (keras.KerasTensor((2, 3)), keras.KerasTensor((2, 1)), None))
-    assert model.sometimes.built and model.optimizer.built
-    assert len(models.compiled_metrics(model)) == len(models.output_losses(model)) == 1
-
-
 def test_what_compile_makes_is_made_again():
     model = dense()
     model.compile("sgd", "mae", metrics=["mse"])
@@ -493,71 +411,6 @@ def test_models_convert_their_inputs(dtype, expected):
 # Losses and metrics of `compile`, and user-defined steps
 
 
-def test_losses_are_reduced_otherwise():
-    model, targets = dense(), ONES[:, :2]
-    models.build_compiled(model, (keras.KerasTensor((2, 3)), keras.KerasTensor((2, 2)), None))
-    compiled = models.compiled_loss(model)
-
-    def add_up(loss, y_true, y_pred, weights):
-        return keras.ops.sum(loss.call(y_true, y_pred)) + keras.losses.MeanSquaredError()(y_true, y_true)
-
-    with models.reducing_losses(add_up):
-        assert float(array(compiled(targets, 3 * targets))) == 8
-    assert float(array(compiled(targets, 3 * targets))) == 4
-    assert isinstance(models.output_losses(model)[0], keras.losses.Loss)
-
-    def refuse(*_):
-        raise UserError("one line")
-
-    with pytest.raises(UserError, match="^one line$"), models.reducing_losses(refuse):
-        compiled(targets, targets)
-
-
-def test_means_of_losses_are_multiplied():
-    class Two(keras.Model):
-        def call(self, inputs):
-            return inputs, inputs
-
-    model = Two()
-    model.compile("sgd", ["mse", "mse"])
-    zeros = np.zeros((2, 3), "float32")
-
-    def means():
-        return model.test_on_batch(ONES, [zeros, zeros], return_dict=True)
-
-    before = means()
-    with models.losses_of_whole_batch(3.0):
-        within = means()
-    assert before == means() == {"loss": 2, **{name: 1 for name in before if name != "loss"}}
-    assert within == {"loss": 2, **{name: 3 for name in before if name != "loss"}}
-
-
-def test_hooked_steps():
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.mean, self.optimizers = keras.metrics.Mean(), []
-
-        def step(self, optimizer, weight):
-            optimizer.apply([keras.ops.ones(2)], [weight])
-            self.mean.update_state(3.0)
-            return float(array(self.mean.result()))
-
-    model, weight, seen = Own(), keras.Variable(np.zeros(2, "float32")), []
-    step = functools.partial(model.step, keras.optimizers.SGD(1.0), weight)
-    with models.hooked_steps(
-        model,
-        apply=lambda apply, optimizer, gradients, weights: apply(optimizer, [2 * gradients[0]], weights),
-        update_mean=lambda update, mean, value: update(mean, value + 1),
-        result=lambda result: seen.append(result.__self__) or result(),
-    ):
-        assert step() == 4
-        assert array(weight).tolist() == [-2, -2] and seen == [model.mean]
-    model.mean.reset_state()
-    assert step() == 3 and len(seen) == 1
-    assert array(weight).tolist() == [-3, -3]
-
-
 def test_optimizers_apply_once_through_loss_scaling():
     """Each of the two has an `apply`: both are exchanged."""
     weight = keras.Variable(np.zeros(2, "float32"))
@@ -572,14 +425,6 @@ def test_optimizers_apply_once_through_loss_scaling():
     with optimizers.wrapped_apply(noting):
         optimizer.apply([keras.ops.ones(2)], [weight])
     assert names == ["LossScaleOptimizer", "SGD"] and array(weight).tolist() == [-1, -1]
-
-
-def test_plain_attributes_are_kept():
-    model = dense()
-    model.count = 1
-    with models.plain_attributes_kept(model):
-        model.count, model.new = 2, 3
-    assert model.count == 1 and not hasattr(model, "new")
 
 
 # Optimizers
@@ -708,63 +553,6 @@ def test_draws_that_differ_are_wrapped(kind):
         draw()
     with portable_draws("a test"), pytest.warns(UserWarning, match=f"a test draws from keras.random.{kind}"):
         draw()
-
-
-@pytest.mark.parametrize(
-    "kind", ["GlorotUniform", "RandomNormal", "TruncatedNormal", "RandomUniform", "Orthogonal", "HeNormal"]
-)
-def test_initial_weights_are_of_the_seed(kind):
-    def kernel():
-        layer = keras.layers.Dense(2, kernel_initializer=kind)
-        layer.build((None, 3))
-        return array(layer.kernel).tolist()
-
-    def of_seed(seed):
-        with initial_weights.portable(seed):
-            return kernel()
-
-    assert of_seed(3) == of_seed(3) != of_seed(4)
-    assert kernel() != kernel()
-
-
-def test_seeds_are_of_the_seed():
-    def seeds():
-        state = keras.layers.Dropout(0.5).seed_generator.state
-        return array(state).tolist(), keras.initializers.RandomNormal().seed
-
-    def of_seed(seed):
-        with initial_weights.portable(0), initial_weights.portable(seed):  # the innermost counts
-            return seeds()
-
-    for one, same, other, free, also in zip(of_seed(3), of_seed(3), of_seed(4), seeds(), seeds(), strict=True):
-        assert one == same != other and free != also
-
-
-def test_an_initializer_is_given_a_seed_for_a_while():
-    initializer = keras.initializers.RandomNormal()
-    drawn = initializer.seed
-    with random.seeded(initializer, 5):
-        assert array(initializer((2,))).tolist() == array(keras.initializers.RandomNormal(seed=5)((2,))).tolist()
-    assert initializer.seed == drawn and random.has_drawn_seed(initializer)
-
-
-def test_a_twin_shares_initializers():
-    layer = keras.layers.Dense(2)
-    twin = keras.layers.Dense.from_config(layer.get_config())
-    assert twin.kernel_initializer is not layer.kernel_initializer
-    random.share_initializers(layer, twin)
-    assert twin.kernel_initializer is layer.kernel_initializer
-
-
-def test_a_built_layer_takes_a_seed_generator():
-    layer = keras.layers.Dense(2)
-    layer.build((None, 3))
-    with pytest.raises(ValueError, match="new"):
-        layer.generator = keras.random.SeedGenerator()
-    random.give_seed_generator(layer)
-    generator = random.given_seed_generator(layer)
-    assert any(variable is generator.state for variable in layer.variables)
-    assert layers.has_seed_generators(layer) and len(layer.weights) == 2
 
 
 # Files

@@ -1,0 +1,61 @@
+"""The kit's models train alike in nine ways, over the end of several epochs, with batches that no four devices share.
+
+`python -m pytest -m proof -n 0 -s tests/parity/test_kit_models.py` takes an hour on two cores.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+import kerasdp
+from kerasdp import parity
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
+
+
+def build_model(name, optimizer):
+    import keras
+
+    data = kerasdp.load_data(kerasdp.Config())
+    model = kerasdp.build_model(kerasdp.Config(model=name), data.input_shape, data.num_classes)
+    rule = keras.optimizers.Adam(0.001) if optimizer == "adam" else keras.optimizers.SGD(0.003, momentum=0.9)
+    model.compile(rule, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def digits(count):
+    source = kerasdp.load_data(kerasdp.Config()).train
+    indices = np.arange(count)
+    return source.inputs(indices), source.targets(indices)[0]
+
+
+def largest_difference(name, batch_size, optimizer="sgd", **choices):
+    """Of a loss of 40 steps, relative."""
+    comparison = parity.compare(
+        functools.partial(build_model, name, optimizer),
+        functools.partial(digits, 5 * batch_size),
+        report=lambda outcome: print(outcome, flush=True),
+        device_counts=(1, 2, 4),
+        batch_size=batch_size,
+        steps=40,
+        **choices,
+    )
+    assert comparison.passed, comparison.table()
+    return max(outcome.differences.max() for outcome in comparison.outcomes)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(("name", "batch_size"), [("convnet", 61), ("resnet18", 10)])
+def test_alike_in_float64(name, batch_size, optimizer):
+    """Batch norm over the global batch, dropout."""
+    assert largest_difference(name, batch_size, optimizer, precision="float64") < 1e-6
+
+
+def test_alike_in_float32():
+    assert largest_difference("convnet", 61) < 1e-4
+
+
+def test_batch_norm_of_each_replica():
+    """The backends agree with one another on each number of devices."""
+    assert largest_difference("convnet", 61, batch_norm="replica") < 1e-4
