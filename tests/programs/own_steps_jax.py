@@ -24,60 +24,6 @@ class CustomStep:
         return logs, (trainable, non_trainable, optimizer, [*tracked, *errors])
 
 
-class Gan:
-    """No `call`, a `compile` of its own, two optimizers, whose variables the model holds; `x` comes alone."""
-
-    def compile(self, for_judge, for_maker, loss):
-        super().compile(for_judge, for_maker, loss)
-        for_judge.build(self.judge.trainable_variables)
-        for_maker.build(self.maker.trainable_variables)
-        self.of_optimizers = [*for_judge.variables, *for_maker.variables]
-
-    def train_step(self, state, real):
-        if isinstance(real, tuple):
-            real = real[0]
-        trainable, non_trainable, unused, metrics = state  # of the optimizer that `compile` makes, if none is given
-        values = dict(zip(map(id, self.trainable_variables), trainable, strict=True))
-        values |= dict(zip(map(id, self.non_trainable_variables), non_trainable, strict=True))
-        variables = {id(variable): variable for variable in self.variables}
-        rows = real.shape[0]
-
-        def minimized(loss_of, weights, optimizer):
-            def loss_and_updates(own):
-                mapping = values | dict(zip(map(id, weights), own, strict=True))
-                with keras.StatelessScope([(variables[key], value) for key, value in mapping.items()]) as scope:
-                    loss = loss_of()
-                return loss, {key: scope.get_current_value(variable) for key, variable in variables.items()}
-
-            own = [values[id(weight)] for weight in weights]
-            (loss, updates), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(own)
-            values.update(updates)
-            slots = [values[id(slot)] for slot in optimizer.variables]
-            own, slots = optimizer.stateless_apply(slots, gradients, own)
-            values.update(zip(map(id, [*weights, *optimizer.variables]), [*own, *slots], strict=True))
-            return loss
-
-        def judged():
-            made = ops.stop_gradient(self.maker(self.noise(rows), training=True))
-            labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))])
-            labels = labels + 0.05 * keras.random.uniform(ops.shape(labels), seed=self.seeds)
-            return self.loss_function(labels, self.judge(ops.concatenate([made, real])))
-
-        def made():
-            return self.loss_function(ops.zeros((rows, 1)), self.judge(self.maker(self.noise(rows), training=True)))
-
-        judge = minimized(judged, self.judge.trainable_variables, self.for_judge)
-        maker = minimized(made, self.maker.trainable_variables, self.for_maker)
-        tracked = self.of_judge.stateless_update_state(metrics[:2], judge)
-        others = self.of_maker.stateless_update_state(metrics[2:], maker)
-        logs = {"judge": self.of_judge.stateless_result(tracked), "maker": self.of_maker.stateless_result(others)}
-        trainable, non_trainable = (
-            [values[id(variable)] for variable in own]
-            for own in (self.trainable_variables, self.non_trainable_variables)
-        )
-        return logs, (trainable, non_trainable, unused, [*tracked, *others])
-
-
 class Vae:
     """Samples drawn in the step, a `test_step`, a `predict_step`, and a regularized layer."""
 

@@ -1,4 +1,4 @@
-"""Writes docs/real-code.md from the results of `run.py`.
+"""Writes the tables of docs/real-code.md from the results of `run.py`. The text before them stays as it is there.
 
 python -m tests.real_code.table --out=runs/real_code
 """
@@ -6,42 +6,13 @@ python -m tests.real_code.table --out=runs/real_code
 import argparse
 import collections
 import importlib.metadata
-import math
 import pathlib
+import re
+from collections.abc import Callable, Sequence
 
-from tests.real_code.cases import BATCH, EPOCHS, OTHER_STEPS, ROWS, Steps, load_cases
+from tests.real_code.cases import OTHER_STEPS, REGISTRY, Steps, load_cases
 from tests.real_code.run import ROOT, WAYS
-from tests.real_code.verdicts import FLOAT32, FLOAT64, LEARNED, REASONS, Verdict, judge
-
-DOCUMENT = ROOT / "docs" / "real-code.md"
-STEPS = EPOCHS * math.ceil(ROWS / BATCH)
-
-HEAD = f"""# Code that nobody here wrote
-
-Do models that people have train alike? {{models}} models: KerasHub's, tiny and without weights; every family of
-keras.applications; and models in the manner of keras.io's examples. Each is trained for {STEPS} steps of {BATCH} rows,
-which two devices cannot share evenly, with dropout on, by SGD with momentum and by Adam: on torch, jax and tensorflow,
-each on one and on two virtual CPU devices. Torch on one device is what the others are compared with.
-
-{{versions}}
-
-**alike**: initial weights are equal bit by bit, all losses are within {FLOAT32:g} of the reference's, relative, and the
-way that the weights went is the same within {LEARNED["float32"]:.0%}; so is that of batch norm's statistics.
-**alike in float64**: round-off grew beyond that (batch norm over nine rows, Adam's division); in float64, where only a
-mistake is left, the losses are within {FLOAT64:g}, and the ways within {LEARNED["float64"]:g}. **refused**: the run
-ends before its first step, with the words at the end of this page.
-
-{{summary}}
-
-    pip install --no-deps keras-hub==0.32.0 && pip install kagglehub regex sentencepiece tokenizers
-    python -m tests.real_code.run --out=runs/real_code        # all ways, two processes at a time
-    unsure="$(python -m tests.real_code.table --out=runs/real_code --unsure)"
-    python -m tests.real_code.run --out=runs/real_code --precision=float64 --models="$unsure"
-    python -m tests.real_code.table --out=runs/real_code      # writes this page
-
-Tokenizers, and the preprocessors that need them, are not part of this: with `--no-deps` KerasHub comes without
-tensorflow-text. This page is generated; `python -m pytest -m proof -n 0 tests/real_code` runs all of it and judges.
-"""
+from tests.real_code.verdicts import REASONS, Verdict, judge
 
 
 def main() -> None:
@@ -53,8 +24,8 @@ def main() -> None:
     if options.unsure:
         print(",".join(unsure(verdicts)))
         return
-    DOCUMENT.write_text(document(verdicts))
-    print(summary(verdicts))
+    ends = refusals(verdicts), other_steps()
+    write_page("real-code.md", summary(verdicts), verdicts, ("SGD", "Adam"), lambda verdict: [cell(verdict)], ends)
 
 
 def unsure(verdicts: list[Verdict]) -> list[str]:
@@ -62,23 +33,36 @@ def unsure(verdicts: list[Verdict]) -> list[str]:
     return sorted({verdict.model for verdict in verdicts if verdict.word == "differs"})
 
 
-def document(verdicts: list[Verdict]) -> str:
-    names = ("keras", "keras-hub", "torch", "jax", "tensorflow")
-    versions = "Versions: " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) + "."
-    count = len({verdict.model for verdict in verdicts})
-    parts = [HEAD.format(models=count, versions=versions, summary=summary(verdicts))]
-    by_kind: dict[str, list[Verdict]] = collections.defaultdict(list)
-    cases = load_cases()
+def write_page(
+    name: str,
+    summary: str,
+    verdicts: list[Verdict],
+    columns: Sequence[str],
+    cells_of: Callable[[Verdict], list[str]],
+    ends: Sequence[str],
+) -> None:
+    """Writes a page of docs: its text with new counts and versions, a table for each kind of models, and the ends."""
+    page = ROOT / "docs" / name
+    head = page.read_text().partition("\n## ")[0]
+    head = re.sub(r"\b\d+ models", f"{len({verdict.model for verdict in verdicts})} models", head, count=1)
+    head = re.sub(r"^Versions: .*", lambda _: versions(), head, flags=re.M)
+    head = re.sub(r"^Of \d+ .*", summary, head, flags=re.M)
+    kinds: dict[str, dict[str, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for verdict in verdicts:
-        by_kind[cases[verdict.model].kind].append(verdict)
-    for kind, group in by_kind.items():
-        lines = [f"## {kind}", "", "| model | SGD | Adam |", "|---|---|---|"]
-        for name in dict.fromkeys(verdict.model for verdict in group):
-            cells = [cell(verdict) for verdict in group if verdict.model == name]
-            lines.append(f"| {name.removeprefix('hub ').removeprefix('app ')} | {' | '.join(cells)} |")
+        kinds[REGISTRY[verdict.model].kind][verdict.model] += cells_of(verdict)
+    parts = [head]
+    for kind, rows in kinds.items():
+        lines = [f"## {kind}", "", f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for model, cells in rows.items():
+            lines.append(f"| {model.removeprefix('hub ').removeprefix('app ')} | {' | '.join(cells)} |")
         parts.append("\n".join(lines) + "\n")
-    parts += [refusals(verdicts), other_steps()]
-    return "\n".join(parts)
+    page.write_text("\n".join([*parts, *ends]))
+    print(summary)
+
+
+def versions() -> str:
+    names = ("keras", "keras-hub", "torch", "jax", "tensorflow")
+    return "Versions: " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) + "."
 
 
 def cell(verdict: Verdict) -> str:
