@@ -1,7 +1,6 @@
 """Checkpoints in an object store: a server that speaks S3, behind a wire that can be made slow."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ import pytest
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.storage import folder_at, require_folder
 from kerasdp.errors import UserError
-from tests.helpers import BACKENDS, DEVICES, PROGRAMS, ROOT, environment, files_of_run, result_of, run
+from tests.helpers import ROOT, environment
 
 pytestmark = pytest.mark.proof
 fsspec = pytest.importorskip("fsspec")
@@ -157,25 +156,3 @@ def test_one_that_is_killed_while_it_is_sent_leaves_nothing(size, wire):
     assert found.state["step"] == 1
     files.save(files.path_of(place, 2), some(2))  # and the next one is
     assert files.load_newest(place, print)[1].state["step"] == 2
-
-
-@pytest.mark.parametrize(("old", "new"), [(old, BACKENDS[place - 1]) for place, old in enumerate(BACKENDS)])
-def test_another_backend_resumes(old, new, wire, tmp_path):
-    """Killed in the second epoch, and resumed in a workdir where nothing is."""
-
-    def train(workdir, backend, **choices):
-        fields = {"epochs": 4, "optimizer": "adam", "learning_rate": 0.01, "workdir": str(tmp_path / workdir)}
-        fields |= {"backend": backend, "num_devices": DEVICES[backend] if backend != new else 1} | choices
-        return run(PROGRAMS / "resume.py", json.dumps(fields))
-
-    whole = result_of(train("whole", old, checkpoint_every="never"))
-    place = {"checkpoint_dir": f"{BUCKET}/{old}/run", "checkpoint_every": "5"}
-    done = train("first", old, trouble="kill", at_step=17, **place)
-    assert done.returncode == 1 or done.returncode == -9
-    result = result_of(train("second", new, resume=True, **place))
-    np.testing.assert_allclose(result["history"]["loss"], whole["history"]["loss"], rtol=1e-3)
-    losses, _ = files_of_run(tmp_path / "whole")
-    lines = [json.loads(line) for line in (tmp_path / "second" / "steps.jsonl").read_text().splitlines()]
-    assert lines[0]["step"] in (11, 16)  # after the checkpoint that had been written
-    begin = lines[0]["step"] - 1
-    np.testing.assert_allclose([line["loss"] for line in lines[:10]], losses[begin : begin + 10], rtol=1e-5)

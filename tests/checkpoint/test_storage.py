@@ -189,7 +189,7 @@ def test_a_second_fit_has_a_place_of_its_own():
 
 @pytest.mark.proof
 def test_a_run_resumes_from_a_url_in_another_workdir(tmp_path):
-    """Where nothing but the checkpoints is left. On another backend: test_object_store.py."""
+    """Where nothing but the checkpoints is left."""
     name, url = BACKENDS[0], f"file://{tmp_path}/place"
     whole = result_of(train_resumable(tmp_path / "whole", name, 1, checkpoint_every="never", epochs=2))
     choices = {"checkpoint_dir": url, "epochs": 2}

@@ -99,6 +99,8 @@ def gan(runner):
             return [self.of_judge, self.of_maker]
 
         def train_step(self, real):
+            if isinstance(real, tuple):
+                real = real[0]
             rows = ops.shape(real)[0]
             made = ops.stop_gradient(self.maker(self.noise(rows), training=True))
             labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))])
