@@ -34,64 +34,31 @@ RESNET18 = """
     logits                     -    -   10    10          5130
 """
 
-# He et al. 2016, table 1, with images of 128x128 and 1000 classes; no biases in convolutions; the stride is in the 3x3
-# convolution, as in the published weights of today.
-RESNET50 = """
-    stem_conv                  7x7  /2  64    64x64x64    9408
-    stage1_block1_1_conv       1x1  /1  64    32x32x64    4096
-    stage1_block1_2_conv       3x3  /1  64    32x32x64    36864
-    stage1_block1_3_conv       1x1  /1  256   32x32x256   16384
-    stage1_block1_shortcut_conv 1x1  /1  256   32x32x256   16384
-    stage1_block2_1_conv       1x1  /1  64    32x32x64    16384
-    stage1_block2_2_conv       3x3  /1  64    32x32x64    36864
-    stage1_block2_3_conv       1x1  /1  256   32x32x256   16384
-    stage1_block3_1_conv       1x1  /1  64    32x32x64    16384
-    stage1_block3_2_conv       3x3  /1  64    32x32x64    36864
-    stage1_block3_3_conv       1x1  /1  256   32x32x256   16384
-    stage2_block1_1_conv       1x1  /1  128   32x32x128   32768
-    stage2_block1_2_conv       3x3  /2  128   16x16x128   147456
-    stage2_block1_3_conv       1x1  /1  512   16x16x512   65536
-    stage2_block1_shortcut_conv 1x1  /2  512   16x16x512   131072
-    stage2_block2_1_conv       1x1  /1  128   16x16x128   65536
-    stage2_block2_2_conv       3x3  /1  128   16x16x128   147456
-    stage2_block2_3_conv       1x1  /1  512   16x16x512   65536
-    stage2_block3_1_conv       1x1  /1  128   16x16x128   65536
-    stage2_block3_2_conv       3x3  /1  128   16x16x128   147456
-    stage2_block3_3_conv       1x1  /1  512   16x16x512   65536
-    stage2_block4_1_conv       1x1  /1  128   16x16x128   65536
-    stage2_block4_2_conv       3x3  /1  128   16x16x128   147456
-    stage2_block4_3_conv       1x1  /1  512   16x16x512   65536
-    stage3_block1_1_conv       1x1  /1  256   16x16x256   131072
-    stage3_block1_2_conv       3x3  /2  256   8x8x256     589824
-    stage3_block1_3_conv       1x1  /1  1024  8x8x1024    262144
-    stage3_block1_shortcut_conv 1x1  /2  1024  8x8x1024    524288
-    stage3_block2_1_conv       1x1  /1  256   8x8x256     262144
-    stage3_block2_2_conv       3x3  /1  256   8x8x256     589824
-    stage3_block2_3_conv       1x1  /1  1024  8x8x1024    262144
-    stage3_block3_1_conv       1x1  /1  256   8x8x256     262144
-    stage3_block3_2_conv       3x3  /1  256   8x8x256     589824
-    stage3_block3_3_conv       1x1  /1  1024  8x8x1024    262144
-    stage3_block4_1_conv       1x1  /1  256   8x8x256     262144
-    stage3_block4_2_conv       3x3  /1  256   8x8x256     589824
-    stage3_block4_3_conv       1x1  /1  1024  8x8x1024    262144
-    stage3_block5_1_conv       1x1  /1  256   8x8x256     262144
-    stage3_block5_2_conv       3x3  /1  256   8x8x256     589824
-    stage3_block5_3_conv       1x1  /1  1024  8x8x1024    262144
-    stage3_block6_1_conv       1x1  /1  256   8x8x256     262144
-    stage3_block6_2_conv       3x3  /1  256   8x8x256     589824
-    stage3_block6_3_conv       1x1  /1  1024  8x8x1024    262144
-    stage4_block1_1_conv       1x1  /1  512   8x8x512     524288
-    stage4_block1_2_conv       3x3  /2  512   4x4x512     2359296
-    stage4_block1_3_conv       1x1  /1  2048  4x4x2048    1048576
-    stage4_block1_shortcut_conv 1x1  /2  2048  4x4x2048    2097152
-    stage4_block2_1_conv       1x1  /1  512   4x4x512     1048576
-    stage4_block2_2_conv       3x3  /1  512   4x4x512     2359296
-    stage4_block2_3_conv       1x1  /1  2048  4x4x2048    1048576
-    stage4_block3_1_conv       1x1  /1  512   4x4x512     1048576
-    stage4_block3_2_conv       3x3  /1  512   4x4x512     2359296
-    stage4_block3_3_conv       1x1  /1  2048  4x4x2048    1048576
-    logits                     -    -   1000  1000        2049000
-"""
+
+def resnet50():
+    """He et al. 2016, table 1, with images of 128x128 and 1000 classes; no biases in convolutions.
+
+    Three convolutions a block, and one for the shortcut of each stage's first block. The stride is in the 3x3
+    convolution, as in the published weights of today.
+    """
+    lines, before, size = ["stem_conv 7x7 /2 64 64x64x64 9408"], 64, 32
+    for stage, (width, count) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
+        for block in range(1, count + 1):
+            name, stride = f"stage{stage}_block{block}", 2 if stage > 1 and block == 1 else 1
+            after = size // stride
+            layers = [
+                ("1_conv", 1, 1, width, size, before * width),
+                ("2_conv", 3, stride, width, after, 9 * width * width),
+                ("3_conv", 1, 1, 4 * width, after, 4 * width * width),
+            ]
+            if block == 1:
+                layers.append(("shortcut_conv", 1, stride, 4 * width, after, before * 4 * width))
+            for layer, kernel, step, filters, side, weights in layers:
+                shape = f"{side}x{side}x{filters}"
+                lines.append(f"{name}_{layer} {kernel}x{kernel} /{step} {filters} {shape} {weights}")
+            before, size = 4 * width, after
+    return "\n".join([*lines, "logits - - 1000 1000 2049000"])
+
 
 # d2l.ai, "Multi-GPU training from scratch": images of 28x28.
 LENET = """
@@ -112,7 +79,7 @@ CONVNET = """
 
 TABLES = {
     "resnet18": (RESNET18, (28, 28, 1), 10),
-    "resnet50": (RESNET50, (128, 128, 3), 1000),
+    "resnet50": (resnet50(), (128, 128, 3), 1000),
     "lenet": (LENET, (28, 28, 1), 10),
     "convnet": (CONVNET, (28, 28, 1), 10),
 }
