@@ -182,48 +182,11 @@ def test_a_state_of_other_kinds_is_one_line(state, words, content, tmp_path):
     assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_the_one_before_is_used(tmp_path):
-    folder = str(tmp_path)
-    for step in (5, 10, 123456789):
-        checkpoint.save(checkpoint.path_of(folder, step), some(step))
-    newest = checkpoint.path_of(folder, 123456789)
-    os.truncate(newest, 100)
-    (tmp_path / "step-00000200.safetensors.tmp").write_bytes(b"half")
-    (tmp_path / "notes.tmp").write_bytes(b"of somebody else")
-    told = []
-    path, found = checkpoint.load_newest(folder, told.append)
-    assert (path, found.state["step"]) == (checkpoint.path_of(folder, 10), 10)
-    assert len(told) == 1 and told[0].startswith(newest)
-    checkpoint.set_aside(folder, path)
-    assert sorted(os.listdir(folder)) == sorted([
-        "step-00000005.safetensors",
-        "step-00000010.safetensors",
-        "step-123456789.safetensors.unusable",
-        "notes.tmp",
-    ])  # fmt: skip
-
-
 def test_none_or_none_that_is_sound(tmp_path):
     assert checkpoint.load_newest(str(tmp_path / "nowhere"), print) is None
     (tmp_path / "step-00000001.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="none of the 1 checkpoints"):
         checkpoint.load_newest(str(tmp_path), lambda text: None)
-
-
-def test_the_writer_keeps_the_newest_and_the_best(tmp_path):
-    told = []
-    writer = checkpoint.Writer(str(tmp_path), 2, told.append)
-    for step in range(1, 5):
-        writer.write(some(step), is_best=step == 2)
-    writer.close()
-    assert sorted(os.listdir(tmp_path)) == [
-        "best.safetensors",
-        "step-00000003.safetensors",
-        "step-00000004.safetensors",
-    ]
-    assert checkpoint.load(str(tmp_path / "best.safetensors")).state["step"] == 2
-    assert writer.last_good == checkpoint.path_of(str(tmp_path), 4)
-    assert not told
 
 
 def test_what_is_not_finite_is_not_written(tmp_path):
@@ -236,13 +199,3 @@ def test_what_is_not_finite_is_not_written(tmp_path):
     writer.close()
     assert told == ["no checkpoint at step 2: model/0000 dense/kernel is not finite"]
     assert os.listdir(tmp_path) == ["step-00000001.safetensors"]
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path):
-    told = []
-    (tmp_path / "file").write_text("")
-    writer = checkpoint.Writer(str(tmp_path / "file"), 2, told.append)
-    writer.write(some(1))
-    writer.write(some(2))
-    writer.close()
-    assert len(told) == 1 and "training continues, there is no earlier one" in told[0]

@@ -80,7 +80,8 @@ def made(make, optimizer, *, other_order):
 
 
 OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "sgd-schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.01, 9), momentum=0.9),
+    "adamw-accumulated": lambda: keras.optimizers.AdamW(0.01, gradient_accumulation_steps=2),
     "adam-ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
     "muon": lambda: keras.optimizers.Muon(0.01),
     "loss-scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),

@@ -56,20 +56,21 @@ def test_what_is_written_is_kept_listed_and_read(place):
 
 
 def test_what_is_damaged_is_set_aside(place):
-    for step in (5, 10, 15):
+    for step in (5, 10, 123456789):
         files.save(files.path_of(place, step), some(step))
-    damage(place, "step-00000015.safetensors")
+    damage(place, "step-123456789.safetensors")
     if "://" not in place:
         pathlib.Path(place, "step-00000020.safetensors.tmp").write_text("what a killed run began")
+        pathlib.Path(place, "notes.tmp").write_text("of somebody else")
     told = []
     path, found = files.load_newest(place, told.append)
     assert path == files.path_of(place, 10) and found.state["step"] == 10
-    assert len(told) == 1 and "step-00000015.safetensors is corrupt or truncated" in told[0]
+    assert len(told) == 1 and "step-123456789.safetensors is corrupt or truncated" in told[0]
     files.set_aside(place, path)
-    aside = [] if "://" in place else ["step-00000015.safetensors.unusable"]  # under a URL its marker is gone
+    aside = [] if "://" in place else ["step-123456789.safetensors.unusable"]  # under a URL its marker is gone
     assert sorted(folder_at(place).names()) == ["step-00000005.safetensors", "step-00000010.safetensors", *aside]
     if "://" not in place:
-        assert len(os.listdir(place)) == 3
+        assert len(os.listdir(place)) == 4 and "notes.tmp" in os.listdir(place)
 
 
 def test_a_place_that_is_new_or_of_an_earlier_run(place):
