@@ -1,8 +1,6 @@
 """Two runs never write their checkpoints to one folder: the second is told in one line."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -10,25 +8,18 @@ import kerasdp
 from kerasdp.checkpoint.storage import locked_folder
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from tests.helpers import ROOT
+from tests.config.test_workdir_lock import holder
 
 
 def test_a_folder_of_checkpoints_is_locked(tmp_path):
     """Whatever the workdirs of the two runs are."""
     place = tmp_path / "checkpoints"
     place.mkdir()
-    program = (
-        "import sys, time, kerasdp.config as config\n"
-        "with config.locked_workdir(sys.argv[1]):\n"
-        "    print('has it', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    command = [sys.executable, "-c", program, str(place)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
-        assert other.stdout.readline() == "has it\n"
-        with pytest.raises(UserError, match=f"--checkpoint_dir: .* is in use by another run .process {other.pid} on "):
-            kerasdp.launch(print, num_devices=1, workdir=str(tmp_path / "own"), checkpoint_dir=str(place))
-        other.kill()
+    other = holder(place)
+    with pytest.raises(UserError, match=f"--checkpoint_dir: .* is in use by another run .process {other.pid} on "):
+        kerasdp.launch(print, num_devices=1, workdir=str(tmp_path / "own"), checkpoint_dir=str(place))
+    other.kill()
+    other.wait()
     with locked_folder(Config(checkpoint_dir=str(place), workdir=str(tmp_path))):
         assert os.listdir(place) == [".lock"]
     assert os.listdir(place) == []

@@ -72,19 +72,6 @@ def unfrozen_without_compile(runner):
 
 
 @case
-def quantized(runner):
-    """After building; the kernel of the layer is int8 then, and not trained."""
-    import keras
-
-    def build():
-        model = mlp()
-        model.get_layer("first").quantize("int8")
-        return model
-
-    return fit(runner, make(runner, build, keras.optimizers.Adam(0.01)))
-
-
-@case
 def no_scope(runner):
     """Model, optimizer and metric made outside of `runner.scope()`, as in most scripts."""
     import keras

@@ -57,16 +57,6 @@ def test_every_second_step_has_a_line_with_its_own_loss(tmp_path):
     ]
 
 
-def test_steps_of_one_call_share_a_speed(tmp_path):
-    state, recorder = recorder_for(tmp_path)
-    call(state, recorder, 1.0, 2.0, 3.0, 4.0)
-    recorder.catch_up()
-    recorder.close()
-    first, second = lines(tmp_path)
-    assert (first["loss"], second["loss"]) == (2.0, 4.0)
-    assert first["images_per_second"] == second["images_per_second"] > 0
-
-
 class Device:
     """A clock, and a device that takes a second for a step: the host waits for each, or runs ahead until it asks."""
 

@@ -13,7 +13,7 @@ OTHERS = [(backend, 3 - count) for backend, count in USUAL]
 
 ALIKE = (
     "never_called", "compiled_loss_not_used", "session_cleared", "only_predicts", "called_in_training", "equal_paths",
-    "all_frozen", "nothing_to_train", "lora", "frozen_between_fits", "frozen_by_callback", "quantized", "no_scope",
+    "all_frozen", "nothing_to_train", "lora", "frozen_between_fits", "frozen_by_callback", "no_scope",
     "mask_and_unused_weights", "weight_of_the_loss", "used_from_the_second_epoch_on", "loss_that_draws",
     "layers_of_their_own_kind", "twice", "methods_of_the_model", "own_fit", "fit_by_fit", "data_of_its_own_kind",
     "data_that_draws", "task", "loss_whose_generator_the_model_does_not_hold", "spectral_normalization",
