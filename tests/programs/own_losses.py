@@ -11,20 +11,24 @@ import numpy as np
 
 import kerasdp
 
-BATCH, ROWS, TOKENS = 16, 43, 8
+BATCH, ROWS, TOKENS, BOXES = 16, 43, 8, 5
 
 
 def data():
-    """Texts of several lengths, images with ignored pixels, classes and weights."""
+    """Texts of several lengths, images with ignored pixels and with some boxes each, classes and weights."""
     numbers = np.random.RandomState(0)
     texts = numbers.randint(1, 12, (ROWS, TOKENS)).astype("int32")
     lengths = numbers.randint(3, TOKENS + 1, (ROWS, 1)).astype("int32")
+    boxes = numbers.normal(size=(ROWS, BOXES, 4))
+    counts = numbers.randint(1, BOXES + 1, (ROWS, 1))
     labels = numbers.randint(0, 4, (ROWS, 6, 6)).astype("int32")
     return {
         "text": texts * (np.arange(TOKENS) < lengths),
         "lengths": lengths,
         "image": numbers.normal(size=(ROWS, 6, 6, 3)),
         "labels": np.where(numbers.random(labels.shape) < 0.1, -1, labels).astype("int32"),
+        "boxes": boxes,
+        "has_box": (np.arange(BOXES) < counts).astype("float64"),
         "class": numbers.randint(0, 4, (ROWS,)).astype("int32"),
         "weight": numbers.uniform(0.5, 2, (ROWS,)),
     }
@@ -45,6 +49,9 @@ def losses():
     def of_pixels(net, batch):
         values = cross_entropy(ops.maximum(batch["labels"], 0), net.pixels(batch["image"]), from_logits=True)
         return values, ops.cast(batch["labels"] >= 0, values.dtype)
+
+    def of_boxes(net, batch):
+        return ops.mean(ops.abs(net.boxes(batch["image"]) - batch["boxes"]), axis=-1), batch["has_box"]
 
     def of_classes(net, batch):
         return cross_entropy(batch["class"], net.features(batch["image"])[:, :4], from_logits=True)
@@ -80,6 +87,17 @@ def losses():
     def perplexity(net, batch):
         return ops.exp(by_rows(*of_tokens(net, batch)))
 
+    def boxes_of_images(net, batch):
+        return ratio(*of_boxes(net, batch))
+
+    def focal_by_boxes(net, batch):
+        logits, found = net.boxes(batch["image"])[:, :, 0], batch["has_box"]
+        values = keras.losses.binary_focal_crossentropy(found[..., None], logits[..., None], from_logits=True)
+        return ops.sum(values) / ops.sum(found)
+
+    def segmentation(net, batch):
+        return ratio(*of_pixels(net, batch))
+
     def segmentation_of_keras(net, batch):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
         return loss(batch["labels"], net.pixels(batch["image"]))
@@ -96,14 +114,31 @@ def losses():
         alike = ops.matmul(unit(net, batch["image"]), ops.transpose(unit(net, ops.flip(batch["image"], 1)))) * 5
         return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
 
+    def triplet(net, batch):
+        found = unit(net, batch["image"])
+        apart = ops.sum(ops.square(found[:, None] - found[None]), axis=-1)
+        same = ops.cast(batch["class"][:, None] == batch["class"][None], "float64")
+        hardest = ops.max(apart * same, axis=1) - ops.min(apart + 9 * same, axis=1)
+        return ops.mean(ops.relu(hardest + 1.0))
+
+    def ranking(net, batch):
+        scores, above = net.features(batch["image"])[:, 0], batch["weight"][:, None] > batch["weight"][None]
+        return ratio(ops.softplus(scores[None] - scores[:, None]), ops.cast(above, "float64"))
+
     def decorrelated(net, batch):
         found = net.features(batch["image"])
         found = found - ops.mean(found, axis=0)
         return ops.mean(ops.square(ops.matmul(ops.transpose(found), found) / ops.shape(found)[0] - ops.eye(6)))
 
+    def weighted_labels(net, batch):
+        return ratio(of_classes(net, batch), ops.take(ops.array([1.0, 2.0, 5.0, 0.5]), batch["class"]))
+
     def balanced_labels(net, batch):
         counts = ops.sum(ops.one_hot(batch["class"], 4), axis=0)
         return ops.mean(of_classes(net, batch) / ops.take(counts, batch["class"]))
+
+    def weighted_rows(net, batch):
+        return ratio(of_classes(net, batch), batch["weight"])
 
     def lengths(net, batch):
         values, mask = of_tokens(net, batch)
@@ -143,6 +178,12 @@ def losses():
         values = cross_entropy(batch["text"], net.words(ops.where(chosen > 0, 0, batch["text"])), from_logits=True)
         return over_all(values, chosen)
 
+    def right_boxes(net, batch):
+        return over_all(*of_boxes(net, batch))
+
+    def right_pixels(net, batch):
+        return over_all(*of_pixels(net, batch))
+
     def right_contrastive(net, batch):
         one, other = all_rows(unit(net, batch["image"])), all_rows(unit(net, ops.flip(batch["image"], 1)))
         alike = ops.matmul(one, ops.transpose(other)) * 5
@@ -155,18 +196,20 @@ def losses():
         return ops.sqrt(ops.mean(all_rows(of_one(net, batch))))
 
     wrong = (
-        texts, texts_with_drawn_masks, perplexity, segmentation_of_keras, dice_of_batch, hard_pixels, contrastive,
-        decorrelated, balanced_labels, lengths, ctc_by_lengths, root_of_mean, correlation, by_largest, sum_of_rows,
+        texts, texts_with_drawn_masks, perplexity, boxes_of_images, focal_by_boxes, segmentation,
+        segmentation_of_keras, dice_of_batch, hard_pixels, contrastive, triplet, ranking, decorrelated,
+        weighted_labels, balanced_labels, weighted_rows, lengths, ctc_by_lengths, root_of_mean, correlation,
+        by_largest, sum_of_rows,
     )  # fmt: skip
     right = (
-        right_texts_of_all, right_texts_gathered, right_texts_by_rows, right_drawn_masks, right_contrastive,
-        right_weights, right_root,
+        right_texts_of_all, right_texts_gathered, right_texts_by_rows, right_drawn_masks, right_boxes, right_pixels,
+        right_contrastive, right_weights, right_root,
     )  # fmt: skip
     return {loss.__name__: loss for loss in (*wrong, *right)}, seeds
 
 
 def network(loss_of, seeds):
-    """A model with heads for texts, pixels and features, of which a loss uses one; its step is that loss's."""
+    """A model with heads for texts, pixels, boxes and features, of which a loss uses one; its step is that loss's."""
     import keras
     from keras import layers
 
@@ -177,6 +220,7 @@ def network(loss_of, seeds):
             flat = layers.Flatten()(image)
             self.words = keras.Model(text, layers.Dense(12)(layers.Embedding(12, 6)(text)))
             self.pixels = keras.Model(image, layers.Conv2D(4, 3, padding="same")(image))
+            self.boxes = keras.Model(image, layers.Reshape((BOXES, 4))(layers.Dense(BOXES * 4)(flat)))
             self.features = keras.Model(image, layers.Dense(6)(flat))
             self.seeds = seeds
 
