@@ -618,7 +618,7 @@ def test_models_are_compiled_anew_where_they_are_loaded():
         return keras.saving.serialize_keras_object(model)["compile_config"]["jit_compile"]
 
     assert saved() in (True, False)
-    with saving.plain_compile_arguments(model):
+    with saving.compiled_as_any_backend_does(model):
         assert saved() == "auto"
     assert saved() in (True, False)
 
