@@ -18,11 +18,7 @@ if keras.backend.backend() != "torch":
 
 from kerasdp.backends.base import DeviceBatch  # noqa: E402
 from kerasdp.backends.torch import compiled_step  # noqa: E402
-from kerasdp.backends.torch.compiled_step import (  # noqa: E402
-    CompiledEvaluation,
-    CompiledTraining,
-    GradientBuckets,  # noqa: E402
-)
+from kerasdp.backends.torch.compiled_step import CompiledEvaluation, CompiledTraining  # noqa: E402
 from kerasdp.backends.torch.data_parallel import DataParallel  # noqa: E402
 from kerasdp.backends.torch.train_step import RankSteps  # noqa: E402
 
@@ -92,25 +88,6 @@ def test_the_graph_learns_what_keras_learns():
     assert float(seen["gradient_norm"]) > 0
 
 
-def test_the_graph_holds_the_update_of_each_variable():
-    model = new_model()
-    graph, *_ = train_captured(model, 1)
-    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
-    slots = 2 * len(model.trainable_variables) + 1  # of Adam, and its iterations
-    metrics = len(model.metrics_variables)
-    assert len(copies) == len(model.trainable_variables) + slots + metrics
-
-
-def test_capturing_changes_no_variable():
-    model = new_model()
-    before = model.get_weights()
-    steps, data = captured(model)
-    steps._captured(data, Detail.NOTHING, len(X))
-    for own, other in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(own, other)
-    assert int(model.optimizer.iterations) == 0
-
-
 def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
     model = new_model(keras.layers.Dropout(0.5))
     expected, outputs = model.evaluate(X, Y, verbose=0, return_dict=True), model.predict(X, verbose=0)
@@ -153,14 +130,6 @@ def test_a_refusal_is_reported_once_and_remembered(capsys):
     assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.reason
     assert steps(batch, Detail.NOTHING) is None
     assert capsys.readouterr().err.count("trained without --compile") == 1
-
-
-def test_buckets_of_one_replica_hand_gradients_on():
-    leaf = torch.ones(3, requires_grad=True)
-    buckets = GradientBuckets(strategy(), {id(leaf): leaf}, {id(leaf)})
-    gradients = torch.autograd.grad((2 * leaf).sum(), [leaf])
-    (same,), shared = buckets.mean(gradients, [leaf], None)
-    assert same is gradients[0] and shared is None and not buckets.sent
 
 
 def test_compiling_may_begin_anew(monkeypatch):
