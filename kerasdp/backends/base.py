@@ -259,6 +259,21 @@ class Strategy(Protocol):
         """Returns how the replicas split a batch."""
         return Split(self.num_replicas)
 
+    @functools.cached_property
+    def training_split(self) -> Split:
+        """Returns how they split a batch that is trained on, maybe into micro-batches; set at the begin of a `fit`."""
+        return Split(self.num_replicas)
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Returns whether a training step calls layers with one micro-batch after the other."""
+        return self.stages is not None or self.config.accumulate > 1
+
+    @property
+    def calls_on_some_rows(self) -> bool:
+        """Returns whether layers are called with some rows of a batch: a shard, or a micro-batch."""
+        return self.splits_batches or self.has_micro_batches
+
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are built and compiled."""
         return nullcontext()

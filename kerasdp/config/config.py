@@ -82,24 +82,24 @@ class Config:
         "(with --deterministic never). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
         "messages in it. What cannot be captured runs uncompiled, with a warning. jax and tensorflow do as the model's "
         "jit_compile says.",
-        only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])
+        only=[Only(None, ["torch"], why="the model's jit_compile decides")])
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "
         "all, and the run ends if they differ. Or off.")
     data_on_device: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
         "on, off, or auto: whether inputs in memory stay on every device; auto: on GPUs, up to 1 GiB.",
-        only=[Only("on", engines=["data"])])
+        only=[Only("on", strategies=["data"])])
 
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
         "too, which are gathered where a step uses them. The losses stay the same.",
-        only=[Only(engines=["data"]),
+        only=[Only(strategies=["data"]),
               Only(None, ["torch", "jax"], why="each device holds all of the model")])
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
         "model that hold others; or layers by name or path, as 'block*, *attention'. The losses stay the same.",
-        only=[Only(engines=["data"])])
+        only=[Only(strategies=["data"])])
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
@@ -234,11 +234,6 @@ class Config:
         """Returns whether GPUs may multiply numbers of float32 in TF32."""
         return self.precision == "tf32" or (self.precision == "auto" and not self.deterministic)
 
-    @property
-    def engine(self) -> str:
-        """Returns the strategy that trains: `--accumulate` is a pipeline of one stage."""
-        return "pipeline" if self.accumulate > 1 else self.strategy
-
     def num_replicas(self, num_devices: int) -> int:
         """Returns how many replicas of the model share the batch on that many devices.
 
@@ -260,8 +255,6 @@ class Config:
 
     def stages_on(self, num_devices: int) -> int:
         """Returns how many stages a pipeline has on that many devices."""
-        if self.accumulate > 1:
-            return 1
         if self.cut_at is not None:
             return len(self.cut_at.split(",")) + 1
         return self.num_stages or (2 * num_devices if self.pipeline_schedule == "interleaved1f1b" else num_devices)
@@ -296,8 +289,20 @@ class Config:
         size = self.replica_batch_size(num_pipelines)
         if self.split_size is not None:
             return min(int(self.split_size), size)
-        count = self.accumulate if self.accumulate > 1 else self.micro_batches or 2 * num_stages
+        count = self.micro_batches or 2 * num_stages
         return -(-size // min(count, size))
+
+    def micro_batch_rows(self, num_rows: int, num_replicas: int) -> int | None:
+        """Returns the samples of a full micro-batch of all replicas for batches of `num_rows`; None without `accumulate`.
+
+        Raises:
+            UserError: if such batches cannot be cut so.
+        """
+        if self.accumulate == 1:
+            return None
+        config = dataclasses.replace(self, num_devices=None, batch_size=num_rows)
+        config.check_replicas(num_replicas)
+        return num_replicas * -(-config.replica_batch_size(num_replicas) // self.accumulate)
 
     def replica_batch_size(self, num_replicas: int) -> int:
         """Returns the samples of a full batch on one replica (the last one holds fewer if they do not divide)."""

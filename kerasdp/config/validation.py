@@ -146,7 +146,7 @@ def _check_strategy(config: Any) -> None:
 
 
 def _check_where(config: Any) -> None:
-    """Raises if a choice is not there for the backend, or the engine."""
+    """Raises if a choice is not there for the backend, or the strategy."""
     for choice in choices_of(type(config)).values():
         value = getattr(config, choice.name)
         for only in choice.only:
@@ -159,9 +159,8 @@ def _check_where(config: Any) -> None:
                     f"{config.backend}{', where ' if only.why else ''}{only.why}; use "
                     f"{f'--backend={only.backends[0]}' if one else 'one of those'}, or {only.instead}"
                 )
-            if only.engines and config.engine not in only.engines:
-                other = "accumulate" if config.accumulate > 1 else "strategy"
-                raise UserError(f"{what}: not together with --{other}={getattr(config, other)}; leave out one of them")
+            if only.strategies and config.strategy not in only.strategies:
+                raise UserError(f"{what}: not together with --strategy={config.strategy}; leave out one of them")
 
 
 def _check_hosts(config: Any) -> None:
@@ -184,11 +183,6 @@ def check_replicas(config: Any, num_replicas: int) -> None:
         value = getattr(config, name)
         if num_replicas == 1 and value != choices[name].default:
             raise UserError(f"--{name}={value}: one device {does}; leave it out, or use --gpus=2 or more")
-    if config.accumulate > 1 and num_replicas > 1 and config.backend == "tensorflow":
-        raise UserError(
-            f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
-            f"Received: {num_replicas}; use --backend=torch or jax"
-        )
     if config.batch_size < num_replicas:
         raise UserError(
             f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "

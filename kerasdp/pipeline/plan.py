@@ -10,11 +10,11 @@ import keras
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import has_mask
-from kerasdp.keras_compat.models import inputs_structure, output_losses, outputs_structure
+from kerasdp.keras_compat.models import inputs_structure, outputs_structure
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.pipeline.partition import HERE, MeasuringDevice, Stage, functional, imbalance, split, table
 from kerasdp.portability.own_steps import refuse_next_values
-from kerasdp.portability.reduction import Reduction, divides_by_what_is_left, reduction_of
+from kerasdp.portability.reduction import shares_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,34 +57,8 @@ class MicroBatches:
         Raises:
             UserError: if the loss of the global batch is not a sum over the micro-batches.
         """
-        # Those that Keras has made of all that `compile` takes, in each of its outputs.
-        losses = output_losses(model)
-        for loss in losses:
-            reduction = reduction_of(loss)
-            is_one_number = is_weighted or loss.reduction == "sum"  # which of a mean would not add up
-            if reduction is Reduction.UNKNOWN or (reduction is Reduction.MEAN and is_one_number):
-                raise UserError(
-                    f"the loss {loss.name} of {model.name}: expected a value for each sample, of which Keras takes the "
-                    f"mean. Received: {reduction.value}; {self.instead}"
-                )
-            if reduction is Reduction.COUPLES or divides_by_what_is_left(loss):
-                raise UserError(
-                    f"the loss {loss.name} of {model.name} needs the whole batch at once; {self.instead}, or, where it "
-                    "divides by a sum over the batch, as sum(loss * mask) / sum(mask), let it return a value for each "
-                    "sample"
-                )
-        reductions = {loss.reduction for loss in losses}
-        if reductions == {"sum"}:
-            return [1.0] * len(self)
-        means = {"sum_over_batch_size", "mean"} if is_weighted else {
-            "sum_over_batch_size", "mean", "mean_with_sample_weight"
-        }  # fmt: skip
-        if not reductions <= means:
-            raise UserError(
-                f"the losses of {model.name} are reduced by {', '.join(map(str, sorted(map(str, reductions))))}, which "
-                f"needs the whole batch at once; {self.instead}"
-            )
-        return [self.share_of_rows(number) for number in range(len(self))]
+        counts = [self.num_rows_of(number) for number in range(len(self))]
+        return shares_of(model, counts, is_weighted=is_weighted, instead=self.instead)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -286,7 +286,7 @@ def _warning_of_unchanged_weights(model: keras.Model, strategy: Strategy, functi
     statistics of batch norm, and the scale of a loss that was too large. Seeds do not.
     """
     # A weight may be on another process as a whole, or in parts.
-    is_elsewhere = strategy.config.engine != "data" or strategy.config.shard == "weights"
+    is_elsewhere = strategy.config.strategy != "data" or strategy.config.shard == "weights"
     if strategy.processes.rank != 0 or is_elsewhere or not optimizers_of(model):
         return functions
     look = _looks_at_weights(model)
