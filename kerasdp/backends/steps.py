@@ -350,6 +350,4 @@ class ShardSteps:
 
     def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
         """Computes the loss of a pass of a training step, from the outputs of the replica's rows."""
-        return self.global_batch(
-            one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share
-        )
+        return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)

@@ -293,7 +293,11 @@ class Config:
         return -(-size // min(count, size))
 
     def micro_batch_rows(self, num_rows: int, num_replicas: int) -> int | None:
-        """Returns the samples of a full micro-batch of all replicas for batches of `num_rows`; None without `accumulate`.
+        """Returns the samples of a full micro-batch, over all replicas; None without `accumulate`.
+
+        Args:
+            num_rows: of a batch.
+            num_replicas: that share it.
 
         Raises:
             UserError: if such batches cannot be cut so.

@@ -172,7 +172,12 @@ class Split:
         self.num_replicas, self.micro_batch_rows = num_replicas, micro_batch_rows
 
     def replicas(self, num_rows: int, first: int = 0) -> tuple[ReplicaRows, ...]:
-        """Returns which of `num_rows` rows each replica has, in the order of the rows; `first`: of them in the batch."""
+        """Returns which of some rows each replica has, in their order.
+
+        Args:
+            num_rows: how many there are.
+            first: index of the first one in the global batch.
+        """
         return _replicas(num_rows, self.num_replicas, first)
 
     def micro_batches(self, num_rows: int) -> list[tuple[ReplicaRows, ...]]:

@@ -118,7 +118,7 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
     again = noisy = None
     if strategy.has_micro_batches:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
-        differs = any(_first_difference(whole, shard)[2] for shard in shards)
+        differs = strategy.processes.any_rank(any(_first_difference(whole, shard)[2] for shard in shards))
     if strategy.stages is None and strategy.splits_batches and not (strategy.has_micro_batches and differs):
         num_rows = 4 * strategy.num_replicas - 1
         data = reader.sample(num_rows)

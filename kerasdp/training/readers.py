@@ -93,7 +93,9 @@ def make_reader(
         _stays_on_device(x, config, devices)  # raises if it was asked to
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    return _reader_of_batches(x, strategy, split, steps, class_weight, seed if training else None, shuffle, known_streams)
+    return _reader_of_batches(
+        x, strategy, split, steps, class_weight, seed if training else None, shuffle, known_streams
+    )
 
 
 def _reader_of_batches(

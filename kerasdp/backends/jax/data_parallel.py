@@ -113,7 +113,8 @@ class DataParallel(JaxStrategy):
 
         several = self.num_replicas > 1
         context = ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere) if several else None
-        return make_step_functions(model, Shards(self.replicated, self._part_of, self.config.shard), context)
+        shards = Shards(self.replicated, self._part_of, self.config.shard)
+        return make_step_functions(model, shards, context, lambda: self.training_split)
 
     def _part_of(self, shape: Sequence[int]) -> NamedSharding:
         """Returns the sharding of a variable that is cut, if `cut_axis` cuts one of this shape."""

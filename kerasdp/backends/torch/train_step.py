@@ -17,7 +17,7 @@ from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
+from kerasdp.portability.replica_context import gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
 
