@@ -141,8 +141,9 @@ class DataParallel(JaxStrategy):
         return value if is_here else jax.device_put(value, self.replicated)
 
     def description(self, model: "keras.Model") -> str:
-        """Says how many bytes of all variables a device holds, if it does not hold all."""
-        return held_in_words(model, self.config.shard, self.num_devices)
+        """See `Strategy`; also how many bytes of all variables a device holds, if it does not hold all."""
+        held = held_in_words(model, self.config.shard, self.num_devices)
+        return "\n".join(filter(None, [super().description(model), held]))
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not on all devices."""
