@@ -4,9 +4,10 @@
     python recipes/pipeline.py --flagfile=flags/pipeline_small.flags                       # any machine
     python recipes/pipeline.py --model=recipes/pipeline.py:toy --dataset="synthetic(shape=(10,), num_classes=5)"
 
-It trains with torch, on one device; cut over two, which work in turn (layer split); and pipelined, with each of --split_sizes: the
-first device then works on the next micro-batch while the second works on the previous one. Each is repeated. The table
-shows the time with its deviation, and the memory of each device; pipeline.json and two charts are in --workdir.
+It trains with torch: on one device; cut over two, which work in turn (layer split); and pipelined, with each of
+--split_sizes: the first device then works on the next micro-batch while the second works on the previous one. Each is
+repeated. The table shows the time with its deviation, and the memory of each device; pipeline.json and two charts are
+in --workdir.
 
 After the PyTorch tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 with 1000 classes, 128x128 images,
 batches of 120, squared error against one-hot labels, plain SGD. There pipelining with a split size of 12 was best, and

@@ -135,16 +135,16 @@ def test_recipes_name_fields():
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
-        "accumulate", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
+        "accumulate", "augment", "backbone", "backend", "backends", "batch_norm",
         "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
         "checkpoint_weights", "compile", "coordinator", "cut_at", "data_dir", "data_on_device",
         "dataset", "deterministic", "device", "device_counts", "devices", "early_stopping",
         "ema", "epochs", "export", "fine_tuning_rate", "gpus", "gradient_precision", "hang_timeout",
         "head_epochs", "host_rank", "hosts", "interface", "keep", "kernel_initializer", "label_smoothing",
         "learning_rate", "log_every", "lora_rank", "lr_base_batch", "max_restarts", "max_steps",
-        "micro_batches", "model", "optimizer", "other_python", "output", "pipeline_schedule", "precision",
+        "model", "optimizer", "other_python", "output", "pipeline_schedule", "precision",
         "preset", "profile", "remat", "repetitions", "resume", "schedule", "seed", "shard", "size",
-        "split_size", "split_sizes", "stages", "strategy", "to", "tracker", "trials", "verbose", "warmup",
+        "split_size", "split_sizes", "strategy", "to", "tracker", "trials", "verbose", "warmup",
         "weights",
         "workdir", "workers",
     ]  # fmt: skip
@@ -209,7 +209,6 @@ def test_a_study():
     ("flag", "words"),
     [
         ("--split_size=4", "--split_size has no effect here: use --split_sizes"),
-        ("--micro_batches=4", "--micro_batches has no effect here: use --split_sizes"),
         ("--epochs=4", "--epochs has no effect here: use --repetitions"),
         ("--accumulate=4", "--accumulate has no effect here: a study trains on one device, and as a pipeline"),
         ("--strategy=data", "--strategy has no effect here: a study trains on one device, and as a pipeline"),
@@ -217,6 +216,7 @@ def test_a_study():
         ("--split_sizes=0", "--split_sizes: expected numbers of at least 1"),
         ("--repetitions=1", "--repetitions: expected at least 2"),
         ("--backends=jax", "it belongs to recipes/parity.py"),
+        ("--backend=jax", "--strategy=pipeline: there for --backend=torch only. Received: jax"),
     ],
 )
 def test_a_wrong_study(flag, words):

@@ -26,10 +26,10 @@ from kerasdp.backends.torch.graph_passes import (
     bring_to_device,
     fold_padding,
     keep_channels_last,
+    number_messages,
     overlap_parts,
     refuse_draws,
     refuse_exchanges,
-    send_early,
 )
 from kerasdp.backends.torch.parts import Means, Parts
 from kerasdp.backends.torch.private import (
@@ -157,7 +157,7 @@ class CompiledStep:
         if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
             return None
-        compiler = _Compiler(processes, inductor_options(self.strategy, graph.meta["keeps_order"]))
+        compiler = _Compiler(processes, inductor_options(self.strategy))
         compiled = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
         try:
             result = self._run(compiled, data)
@@ -200,7 +200,7 @@ class CompiledStep:
             self._bring_to_device(graph)
         if self.parts is not None:
             overlap_parts(graph.graph)
-        graph.meta["keeps_order"] = send_early(graph.graph)
+        number_messages(graph.graph)
         graph.recompile()
         return graph
 
@@ -391,8 +391,8 @@ def _held(scope: Any, variable: Any, value: torch.Tensor) -> torch.Tensor:
     return value if new is value else new.detach()
 
 
-def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:
-    """Returns what Inductor (2.13) is told; `keeps_order`: whether a step exchanges messages in an order of its own."""
+def inductor_options(strategy: Any) -> dict[str, bool]:
+    """Returns what Inductor (2.13) is told."""
     # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
     options = {"layout_optimization": False}
     if strategy.is_gpu and (strategy.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
@@ -403,8 +403,6 @@ def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:
         # It times several ways to sum, and to multiply with padding, and takes the fastest: another one in a resumed
         # run, or on another rank, whose weights would differ from then on.
         options["deterministic"] = True
-    if keeps_order:  # it would send late, and receive at once
-        options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
     return options
 
 
