@@ -57,7 +57,6 @@ def test_devices_is_another_name_of_gpus(tmp_path):
         ("--lr=0.1", "there is no flag --lr. --help lists all flags"),
         ("--batchsize=3", "did you mean --batch_size?"),
         ("--num_epochs=3", "did you mean --epochs?"),
-        ("--num_stages=3", "did you mean --stages?"),
         ("--flagfil=3", "did you mean --flagfile?"),
         ("--flagfile=/nowhere/none.flags", "none.flags"),
         ("stray", "expected flags only. Received: 'stray'"),
