@@ -176,10 +176,11 @@ class GlobalBatch:
         """Returns all rows of the global batch, of those of its micro-batches."""
         kept, context = self.sums.kept, cast(ReplicaContext, self.context)
         counts = [(self._total_rows - self.num_rows) // max(len(kept) - 1, 1)] * (len(kept) - 1) + [self.num_rows]
-        return Data(*(
-            joined_rows(parts, counts, context.output_axis if name == "outputs" else lambda *_: FIRST)
-            for name, parts in zip(Data._fields, zip(*kept))
-        ))  # fmt: skip
+        inputs, targets, outputs, sample_weight = zip(*kept)
+        inputs, targets, sample_weight = joined_rows(
+            list(zip(inputs, targets, sample_weight)), counts, lambda *_: FIRST
+        )
+        return Data(inputs, targets, joined_rows(outputs, counts, context.output_axis), sample_weight)
 
     def _is_by_rows(self) -> bool:
         """Returns whether each replica has rows, and each output an entry for each of them."""

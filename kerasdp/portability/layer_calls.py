@@ -241,8 +241,7 @@ def _mean_of_replicas(context: ReplicaContext, loss: Any) -> Any:
 def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) -> Any:
     """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device.
 
-    In micro-batches nothing: there it goes into `ReplicaContext.penalties`, since Keras' list of losses belongs to the
-    layer, which with TensorFlow all replicas share while they are traced in turns.
+    In a pipeline nothing: there it goes into `ReplicaContext.penalties`, of which each stage has its own.
     """
     axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
     whole, rows = context.whole(output, axis), output.shape[0]

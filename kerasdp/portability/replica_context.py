@@ -175,7 +175,7 @@ class ReplicaContext:
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
             whole micro-batch, without padding, that one program computes.
         everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
-        penalties: of activities of micro-batches, which layers found on the way, to be added to the model's loss.
+        penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss.
         adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
             that is refused.
         is_whole: whether this is the call of a layer on the global batch.

@@ -107,11 +107,8 @@ def prepare(
         _build(model, symbols, config, strategy, with_targets)
         if with_targets:
             refuse_nan_inputs(model, reader, batch)
-    if step == "train_step" and isinstance(model.optimizer, keras.optimizers.MultiOptimizer):
-        raise UserError(
-            f"{model.name}: expected one optimizer. Received: MultiOptimizer, which has no learning rate; give compile "
-            "one of them, or update by several in a loop of your own (kerasdp.value_and_grad, runner.step)"
-        )
+    if step == "train_step":
+        _refuse_to_train(model, config)
     require_known_weights(model)
     require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device
@@ -121,10 +118,6 @@ def prepare(
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
         warnings.warn(addressed(text), stacklevel=4)
-    if step == "train_step":
-        _refuse_lost_statistics(model, config, strategy)
-        if config.accumulate > 1:
-            _refuse_accumulation(model)
     find_rows(model, reader, config, strategy, step)
     if with_targets:
         _refuse_state_of_losses(model, reader, symbols[0], config, strategy)
@@ -135,15 +128,22 @@ def prepare(
             _build_optimizers(model, reader, config, strategy)
 
 
-def _refuse_accumulation(model: keras.Model) -> None:
-    """Raises `UserError` for a model whose micro-batches do not add up to its batch, whatever its losses are."""
-    refuse_next_values(model, "--accumulate", "leave it out")
-    for name in ("train_step", "compute_loss"):
+def _refuse_to_train(model: keras.Model, config: Config) -> None:
+    """Raises `UserError` for a model that would not train as it should."""
+    if isinstance(model.optimizer, keras.optimizers.MultiOptimizer):
+        raise UserError(
+            f"{model.name}: expected one optimizer. Received: MultiOptimizer, which has no learning rate; give compile "
+            "one of them, or update by several in a loop of your own (kerasdp.value_and_grad, runner.step)"
+        )
+    if config.accumulate > 1:
+        refuse_next_values(model, "--accumulate", "leave it out")
+    for name in ("train_step", "compute_loss") if config.accumulate > 1 else ():
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise UserError(
                 f"--accumulate: the {name} of {type(model).__name__} is user-defined, and so may need the whole batch "
                 "at once; leave it out"
             )
+    _refuse_lost_statistics(model, config)
 
 
 def require_within_scope(model: keras.Model, strategy: Strategy) -> None:
@@ -242,7 +242,7 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
             )
 
 
-def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strategy) -> None:
+def _refuse_lost_statistics(model: keras.Model, config: Config) -> None:
     """Raises `UserError` for layers that change in a forward pass of training what would not be kept as it should."""
     for layer in all_layers(model) if config.backend == "jax" else ():
         if isinstance(layer, keras.layers.SpectralNormalization):

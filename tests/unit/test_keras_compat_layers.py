@@ -9,7 +9,6 @@ from kerasdp.keras_compat.layers import (
     mask_of,
     raw_value,
     set_mask,
-    set_raw_value,
     with_mask,
 )
 from kerasdp.keras_compat.optimizers import learning_rate_schedule
@@ -44,8 +43,6 @@ def test_masks_go_where_their_tensors_go():
 def test_raw_values():
     variable = keras.Variable(np.ones(3, "float32"))
     assert raw_value(variable) is not None
-    set_raw_value(variable, None)
-    assert raw_value(variable) is None
 
 
 def test_seeds_of_initializers_and_layers():

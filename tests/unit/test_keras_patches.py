@@ -366,12 +366,6 @@ def test_regularizers_see_the_rows_of_all():
     assert [float(array(loss)) for loss in model.losses] == before != [0]
 
 
-def test_a_variable_holds_what_it_is_given():
-    variable, other = keras.Variable(np.ones(2)), keras.ops.zeros(3)
-    layers.set_raw_value(variable, other)
-    assert layers.raw_value(variable) is other
-
-
 # Models
 
 
@@ -602,15 +596,6 @@ def test_a_stage_updates_its_weights_alone():
     # On torch, Keras updates a list without entries.
     with pytest.raises(Exception) if keras.backend.backend() == "torch" else contextlib.nullcontext():
         assert updated(lambda *_: contextlib.nullcontext()) != [-2, -3]
-
-
-def test_what_does_not_decay_is_copied():
-    weights = dense().trainable_variables
-    optimizer, other = keras.optimizers.AdamW(), keras.optimizers.AdamW()
-    optimizer.exclude_from_weight_decay(var_list=weights[:1])
-    assert optimizers.weights_without_decay(other, weights) == []
-    optimizers.copy_decay_exclusions(optimizer, other)
-    assert optimizers.weights_without_decay(other, weights) == weights[:1]
 
 
 @ON_TORCH
