@@ -305,8 +305,8 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     told = _device_errors_told()
     with signals.noticed(outcome.is_watched()), ending_together(devices.cluster), told:
         with signals.delayed():
-            module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
-        strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
+            module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.strategy}_parallel")
+        strategy = getattr(module, STRATEGIES[settings.strategy])(devices, settings)
         with signals.delayed():  # only now may Keras be imported
             from kerasdp.reporting.report import warn
             from kerasdp.training.runner import Runner

@@ -1,12 +1,13 @@
 """Cuts a model over two devices, with and without pipelining, and looks for the best size of micro-batches.
 
     python recipes/pipeline.py --flagfile=flags/pipeline_resnet50.flags --backend=torch    # two GPUs
-    python recipes/pipeline.py --flagfile=flags/pipeline_small.flags --backend=jax         # any machine
+    python recipes/pipeline.py --flagfile=flags/pipeline_small.flags                       # any machine
     python recipes/pipeline.py --model=recipes/pipeline.py:toy --dataset="synthetic(shape=(10,), num_classes=5)"
 
-It trains on one device; cut over two, which work in turn (layer split); and pipelined, with each of --split_sizes: the
-first device then works on the next micro-batch while the second works on the previous one. Each is repeated. The table
-shows the time with its deviation, and the memory of each device; pipeline.json and two charts are in --workdir.
+It trains with torch: on one device; cut over two, which work in turn (layer split); and pipelined, with each of
+--split_sizes: the first device then works on the next micro-batch while the second works on the previous one. Each is
+repeated. The table shows the time with its deviation, and the memory of each device; pipeline.json and two charts are
+in --workdir.
 
 After the PyTorch tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 with 1000 classes, 128x128 images,
 batches of 120, squared error against one-hot labels, plain SGD. There pipelining with a split size of 12 was best, and
@@ -52,12 +53,12 @@ def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Co
     """Returns the settings of each way to train, by its name."""
     # With a limit for steps that hang, each is a process of its own: what one leaves in memory slows no other.
     config = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", hang_timeout=3600.0)
-    whole = {"num_devices": 1, "num_stages": None, "cut_at": None, "balance": "time", "pipeline_schedule": "gpipe"}
-    is_open = not (config.num_stages or config.cut_at or config.num_devices)
-    cut = dataclasses.replace(config, num_stages=2 if is_open else config.num_stages)
-    stages = None if cut.pipeline_schedule == "interleaved1f1b" else cut.num_stages  # several on each device
-    found = {"single device": dataclasses.replace(config, strategy="data", **whole)}
-    found["layer split"] = dataclasses.replace(cut, micro_batches=1, pipeline_schedule="gpipe", num_stages=stages)
+    whole = {"strategy": "data", "num_devices": 1, "cut_at": None, "pipeline_schedule": "gpipe"}
+    cut = config if config.cut_at else dataclasses.replace(config, num_devices=config.num_devices or 2)
+    cut = cut.with_devices_for_stages()
+    size = cut.replica_batch_size(cut.num_replicas(cut.num_devices or 2))
+    found = {"single device": dataclasses.replace(config, **whole)}
+    found["layer split"] = dataclasses.replace(cut, split_size=size, pipeline_schedule="gpipe")
     sizes = [size for size in split_sizes if size <= config.batch_size]
     return found | {f"pipelined, split size {size}": dataclasses.replace(cut, split_size=size) for size in sizes}
 

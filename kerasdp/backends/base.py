@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from kerasdp.config import Config
 from kerasdp.data.sampling import Split
@@ -22,7 +22,6 @@ from kerasdp.runtime import addresses
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import LinkedProcesses, current_link
-from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.workers import peak_memory_of_process
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.data.batch import Batch
-    from kerasdp.pipeline.plan import Plan
     from kerasdp.runtime.run_state import Detail, RunState
 
 
@@ -137,97 +135,6 @@ class SingleProcess:
         """See `Processes`."""
 
 
-# (stage, "forward" or "backward", micro-batch, begin, end), in seconds.
-Work = tuple[int, str, int, float, float]
-
-
-class PipelineEngine:
-    """Trains one model in stages.
-
-    Attributes:
-        plan: how model and batch are cut.
-        timeline: if a list, takes all work of this process, which is then waited for.
-        processes: of the run.
-    """
-
-    def __init__(self, model: "keras.Model", plan: "Plan", processes: Processes):
-        self.model, self.optimizer = model, getattr(model, "optimizer", None)
-        self.plan, self.processes = plan, processes
-        self.timeline: list[Work] | None = None
-        self._compiled_with = self._made_by_compile()
-
-    def _made_by_compile(self) -> tuple[Any, ...]:
-        from kerasdp.keras_compat.models import made_by_compile
-
-        return getattr(self.model, "optimizer", None), *made_by_compile(self.model)
-
-    @property
-    def is_stale(self) -> bool:
-        """Returns whether the model was compiled again since the engine was made."""
-        return any(new is not old for new, old in zip(self._made_by_compile(), self._compiled_with))
-
-    def seconds_without_update(self, batch: DeviceBatch) -> float:
-        """Returns the seconds of a training step's passes, which leave no trace in any variable."""
-        raise NotImplementedError
-
-    def gather_variables(self) -> None:
-        """Gives each process the values of all variables, where it computes only some of them."""
-
-
-Engine = TypeVar("Engine", bound=PipelineEngine)
-
-
-class StagedModels(Generic[Engine]):
-    """Makes and keeps an engine for each model.
-
-    Args:
-        config: of the run.
-        make_engine: makes the engine of a model.
-        shard_batch: of the strategy.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        make_engine: Callable[["keras.Model"], Engine],
-        shard_batch: Callable[["Batch"], DeviceBatch],
-    ):
-        self.config, self._make_engine, self._shard_batch = config, make_engine, shard_batch
-        self._engines: ModelCache[Engine] = ModelCache()
-        self._tuned: ModelCache[Engine] = ModelCache()
-
-    def engine_of(self, model: "keras.Model") -> Engine:
-        """Returns the engine of a model, made on the first call, and again once the model is compiled again."""
-        engine = self._engines.get(model)
-        if engine is None or engine.is_stale:
-            engine = self._make_engine(model)
-            self._engines.put(model, engine)
-        return engine
-
-    def tune(self, model: "keras.Model", first_batch: Callable[[], "Batch"], report: Callable[[str], None]) -> None:
-        """Chooses the size of micro-batches where it depends on the data: by trying, or by these batches' rows.
-
-        Args:
-            model: built and compiled.
-            first_batch: gives one of the batches to train on.
-            report: is told what was tried.
-        """
-        from kerasdp.pipeline.plan import find_size, with_rows
-
-        engine = self.engine_of(model)
-        if self.config.split_size != "auto":
-            plan = with_rows(engine.plan, self.config, len(first_batch().indices))
-            if plan.size != engine.plan.size:  # a new plan is new graphs on TensorFlow
-                engine.plan = plan
-        elif self._tuned.get(model) is not engine:
-            self._tuned.put(model, engine)
-            find_size(engine, self._shard_batch(first_batch()), report)
-
-    def micro_batch_rows(self, model: "keras.Model") -> int:
-        """Returns the rows of a micro-batch, over all pipelines."""
-        return self.engine_of(model).plan.size
-
-
 class Strategy(Protocol):
     """How the devices of a run share the work: what differs between the backends in a worker.
 
@@ -242,7 +149,7 @@ class Strategy(Protocol):
         shard: of the inputs that this process reads: its number, and of how many.
         splits_batches: whether layers are run on a shard of the batch alone; else one program on all of it.
         takes_several_steps: whether several steps can be one program, as Keras' `steps_per_execution` asks for.
-        stages: the models trained in stages, and their engines; None where a model is one program.
+        stages: the models that torch trains in stages; None where each process holds a whole model.
     """
 
     config: Config
@@ -252,12 +159,27 @@ class Strategy(Protocol):
     shard: tuple[int, int]
     splits_batches: bool
     takes_several_steps: bool = False
-    stages: StagedModels[Any] | None = None
+    stages: Any = None
 
     @functools.cached_property
     def split(self) -> Split:
         """Returns how the replicas split a batch."""
         return Split(self.num_replicas)
+
+    @functools.cached_property
+    def training_split(self) -> Split:
+        """Returns how they split a batch that is trained on, maybe into micro-batches; set at the begin of a `fit`."""
+        return Split(self.num_replicas)
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Returns whether a training step calls layers with one micro-batch after the other."""
+        return self.stages is not None or self.config.accumulate > 1
+
+    @property
+    def calls_on_some_rows(self) -> bool:
+        """Returns whether layers are called with some rows of a batch: a shard, or a micro-batch."""
+        return self.splits_batches or self.has_micro_batches
 
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are built and compiled."""
@@ -344,7 +266,10 @@ class Strategy(Protocol):
 
     def description(self, model: "keras.Model") -> str:
         """Returns what there is to say of how the work is shared; may be empty."""
-        return "" if self.stages is None else str(self.stages.engine_of(model).plan)
+        if self.stages is not None:
+            return str(self.stages.engine_of(model).plan)
+        rows = self.training_split.micro_batch_rows
+        return "" if rows is None else f"gradients are summed over micro-batches of {rows} samples"
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device (torch on the CPU: each process) has used; empty if not known."""

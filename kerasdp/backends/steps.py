@@ -1,6 +1,6 @@
 """Holds what the step functions of all backends share."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -125,6 +125,31 @@ def learning_rate(optimizer: Any) -> Any:
     return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0
 
 
+class Pass(NamedTuple):
+    """What one pass of a training step computes on a replica: the batch, or a micro-batch.
+
+    Attributes:
+        batch: the replica's rows, with padding; as many indices as all replicas have rows.
+        replicas: the rows of all of them.
+        total_rows: of the global batch; None if this is the whole.
+        share: of the loss in that of the global batch.
+    """
+
+    batch: DeviceBatch
+    replicas: tuple[ReplicaRows, ...]
+    total_rows: int | None = None
+    share: float = 1.0
+
+
+def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
+    """Lets random layers draw for a micro-batch what its rows draw in the whole batch.
+
+    `begun`: their seeds, with the values at the begin of the step.
+    """
+    for seed, value in begun:
+        seed.assign(value)
+
+
 class ShardSteps:
     """Runs the steps of one model on one replica's rows of a batch, with padding; sums go over all replicas.
 
@@ -209,21 +234,55 @@ class ShardSteps:
 
         return self.strategy.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
 
-    def context(self, batch: DeviceBatch, step: str = "call") -> ReplicaContext | None:
-        """Returns the context of a step on this batch, with several replicas; `step`: see `row_axes_of`."""
+    def passes(self, batch: DeviceBatch) -> list[Pass]:
+        """Returns what a training step on this batch computes, one after the other."""
+        import keras
+
+        from kerasdp.portability.reduction import shares_of
+
+        total_rows = len(batch.indices)
+        micro_batches = self.strategy.training_split.micro_batches(total_rows)
+        if len(micro_batches) == 1:
+            return [Pass(batch, micro_batches[0])]
+        counts = [sum(each.num_rows for each in replicas) for replicas in micro_batches]
+        is_weighted = batch.sample_weight is not None
+        shares = shares_of(self.model, counts, is_weighted=is_weighted, instead="leave out --accumulate")
+        found, first = [], 0
+        for replicas, count, share in zip(micro_batches, counts, shares):
+            own = slice(first, first := first + replicas[0].size)
+            data = keras.tree.map_structure(lambda leaf, own=own: None if leaf is None else leaf[own], batch[:3])
+            found.append(Pass(DeviceBatch(*data, range(count)), replicas, total_rows, share))
+        return found
+
+    def context(
+        self, batch: DeviceBatch, step: str = "call", replicas: tuple[ReplicaRows, ...] = (),
+        total_rows: int | None = None,
+    ) -> ReplicaContext | None:  # fmt: skip
+        """Returns the context of a step on this batch, with several replicas; of a micro-batch in any case.
+
+        Args:
+            batch: the replica's rows.
+            step: see `row_axes_of`.
+            replicas: see `Pass`; so is `total_rows`.
+        """
         from kerasdp.portability.row_search import context_of
 
-        if self.strategy.num_replicas == 1:
+        if self.strategy.num_replicas == 1 and total_rows is None:
             return None
         num_rows = len(batch.indices)
         return context_of(
             self.model,
             step,
             self.rank(),
-            self.strategy.split.replicas(num_rows),
+            replicas or self.strategy.split.replicas(num_rows),
             gather=self.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
+            total_rows=total_rows,
         )
+
+    def context_of_pass(self, one: Pass) -> ReplicaContext | None:
+        """Returns the context of a pass of a training step."""
+        return self.context(one.batch, "call", one.replicas, one.total_rows)
 
     def forward(self, module: Any, inputs: Any, training: bool) -> Any:
         """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
@@ -237,7 +296,7 @@ class ShardSteps:
             outputs = self.forward(self.model, batch.inputs, training=False)
         whole = self.global_batch(batch, outputs, context, training=False)
         whole.share_metrics()
-        return whole.update_metrics(whole.take(self.sums(whole.shared)))
+        return whole.update_metrics(whole.take(self.sums(whole.sums.shared)))
 
     def predict(self, batch: DeviceBatch) -> Any:
         """Computes the outputs of the global batch."""
@@ -267,15 +326,28 @@ class ShardSteps:
             if not with_loss:
                 return layers, keras.tree.flatten(outputs), keras.ops.zeros(())
             whole = self.global_batch(batch, outputs, context, training=True)
-            loss = whole.take(self.sums(whole.shared))
+            loss = whole.take(self.sums(whole.sums.shared))
         return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
 
     def global_batch(
-        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool
-    ) -> "GlobalBatch":
-        """Computes the loss, from the outputs of the replica's rows."""
+        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool,
+        total_rows: int | None = None, share: float = 1.0,
+    ) -> "GlobalBatch":  # fmt: skip
+        """Computes the loss, from the outputs of the replica's rows; `total_rows`, `share`: see `Pass`."""
         from kerasdp.portability.global_batch import Data, GlobalBatch
 
         inputs, targets, sample_weight, indices = batch
-        padded = Data(inputs, targets, outputs, sample_weight)
-        return GlobalBatch(self.model, context, padded, len(indices), training=training, add_up=self.add_up)
+        return GlobalBatch(
+            self.model,
+            context,
+            Data(inputs, targets, outputs, sample_weight),
+            len(indices),
+            training=training,
+            add_up=self.add_up,
+            total_rows=total_rows,
+            share=share,
+        )
+
+    def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
+        """Computes the loss of a pass of a training step, from the outputs of the replica's rows."""
+        return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)

@@ -259,7 +259,7 @@ class Checkpointer:
     @property
     def _reads_together(self) -> bool:
         """Returns whether each rank holds some of what a checkpoint takes."""
-        return self.config.shard != "none" or self.config.engine != "data"
+        return self.config.shard != "none" or self.config.strategy != "data"
 
     def _left_out(self) -> dict[str, Any]:
         """Returns the weights of the model that checkpoints of this run leave out, by name: none by default.

@@ -162,7 +162,7 @@ RECIPES = {
         own=["split_sizes", "repetitions"],
         refused={
             "a study trains on one device, and as a pipeline": ["strategy", "accumulate"],
-            "use --split_sizes": ["split_size", "micro_batches"],
+            "use --split_sizes": ["split_size"],
             "use --repetitions": ["epochs", "max_steps"],
             "a study keeps nothing of what it trains": _FILES,
             **_ALONE,

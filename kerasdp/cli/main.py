@@ -133,7 +133,7 @@ def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Way, Way]
 
 def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:
     """Returns what is trained, split sizes, repetitions."""
-    return _config(given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
+    return _config({"backend": "torch"} | given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
 
 
 def _sweep(given: dict[str, Any], own: Own) -> tuple[Config, int]:

@@ -54,19 +54,19 @@ NAME = Range("a name, or a name with arguments such as sgd(momentum=0.9)")
 
 
 class Only(NamedTuple):
-    """Which backends and engines have a choice.
+    """Which backends and strategies have a choice.
 
     Args:
         value: the value of which this is said. None: all but the default.
         backends: those that have it. Empty: all.
-        engines: those that have it (`Config.engine`). Empty: all.
+        strategies: those that have it. Empty: all.
         why: what the other backends do.
         instead: what to do, beside choosing another backend.
     """
 
     value: str | None = None
     backends: Sequence[str] = ()
-    engines: Sequence[str] = ()
+    strategies: Sequence[str] = ()
     why: str = ""
     instead: str = "leave it out"
 
@@ -80,7 +80,7 @@ class Choice:
         allowed: what it may be.
         help: what it means, with its unit. Other choices stand in it as flags.
         unset: what happens where it is None.
-        only: which backends and engines have it.
+        only: which backends and strategies have it.
         convert: makes a value of its type of what people in Python have instead.
         name: its field.
         kinds: its types.

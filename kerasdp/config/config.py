@@ -76,7 +76,7 @@ class Config:
         "(with --deterministic never). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
         "messages in it. What cannot be captured runs uncompiled, with a warning. jax and tensorflow do as the model's "
         "jit_compile says.",
-        only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])
+        only=[Only(None, ["torch"], why="the model's jit_compile decides")])
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "
         "all, and the run ends if they differ. Or off.")
@@ -84,29 +84,25 @@ class Config:
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
         "too, which are gathered where a step uses them. The losses stay the same.",
-        only=[Only(engines=["data"]),
+        only=[Only(strategies=["data"]),
               Only(None, ["torch", "jax"], why="each device holds all of the model")])
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
         "model that hold others; or layers by name or path, as 'block*, *attention'. The losses stay the same.",
-        only=[Only(engines=["data"])])
+        only=[Only(strategies=["data"])])
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
-        "channels (tensor).", only=[Only("tensor", ["jax"], instead="--strategy=data or pipeline")])
-    num_stages: int | None = choice(None, CUT, COUNT, "Stages of a pipeline.", "one per device")
+        "channels (tensor).",
+        only=[Only("tensor", ["jax"], instead="--strategy=data or pipeline"),
+              Only("pipeline", ["torch"], instead="--backend=jax with --shard=weights")])
     cut_at: str | None = choice(None, CUT, Range("names of layers in one string, comma-separated"),
-        "Layers after which to cut, comma-separated.", "where the stages are balanced")
-    balance: str = choice("time", CUT, one_of(*validation.BALANCES),
-        "What the stages get equal shares of: time (measured), flops, parameters.")
-    split_size: int | str | None = choice(None, CUT,
-        Range("auto, or a whole number of at least 1", lambda size: size == "auto" or is_count(str(size))),
-        "Samples per micro-batch, or auto: the fastest, by a short search.", "as --micro_batches says")
-    micro_batches: int | None = choice(None, CUT, COUNT, "Micro-batches, instead of --split_size.", "two per stage")
-    pipeline_schedule: str = choice("gpipe", CUT, one_of("gpipe", "1f1b", "interleaved1f1b"),
-        "gpipe: all forward passes first; 1f1b: backward passes as soon as possible; interleaved1f1b: several stages "
-        "per device.", only=[Only("interleaved1f1b", ["torch"], instead="another --pipeline_schedule")])
+        "Layers after which to cut a model into stages, comma-separated.",
+        "a stage a device, with equal shares of the weights")
+    split_size: int | None = choice(None, CUT, COUNT, "Samples per micro-batch.", "two micro-batches a stage")
+    pipeline_schedule: str = choice("gpipe", CUT, one_of("gpipe", "1f1b"),
+        "gpipe: all forward passes first; 1f1b: backward passes as soon as possible.")
 
     hosts: str | None = choice(None, MACHINES,
         Range("a number of machines, or the least and the most of them as 1:3", is_count_or_range),
@@ -199,11 +195,6 @@ class Config:
         """Returns whether GPUs may multiply numbers of float32 in TF32."""
         return self.precision == "tf32" or (self.precision == "auto" and not self.deterministic)
 
-    @property
-    def engine(self) -> str:
-        """Returns the strategy that trains: `--accumulate` is a pipeline of one stage."""
-        return "pipeline" if self.accumulate > 1 else self.strategy
-
     def num_replicas(self, num_devices: int) -> int:
         """Returns how many replicas of the model share the batch on that many devices.
 
@@ -215,21 +206,14 @@ class Config:
         return self.num_pipelines(num_devices) if self.strategy == "pipeline" else num_devices
 
     def with_devices_for_stages(self) -> "Config":
-        """Returns a copy with one device per stage of a pipeline, if stages are given and devices are not."""
-        if self.strategy != "pipeline" or self.num_devices or not (self.num_stages or self.cut_at):
+        """Returns a copy with one device per stage of a pipeline, if `cut_at` is given and devices are not."""
+        if self.strategy != "pipeline" or self.num_devices or not self.cut_at:
             return self
-        stages = self.stages_on(1)
-        return dataclasses.replace(
-            self, num_devices=-(-stages // 2) if self.pipeline_schedule == "interleaved1f1b" else stages
-        )
+        return dataclasses.replace(self, num_devices=self.stages_on(1))
 
     def stages_on(self, num_devices: int) -> int:
         """Returns how many stages a pipeline has on that many devices."""
-        if self.accumulate > 1:
-            return 1
-        if self.cut_at is not None:
-            return len(self.cut_at.split(",")) + 1
-        return self.num_stages or (2 * num_devices if self.pipeline_schedule == "interleaved1f1b" else num_devices)
+        return num_devices if self.cut_at is None else len(self.cut_at.split(",")) + 1
 
     def num_pipelines(self, num_devices: int) -> int:
         """Returns how many pipelines share the batch, each with a replica of the model.
@@ -238,31 +222,32 @@ class Config:
             UserError: if stages and devices do not go together.
         """
         stages = self.stages_on(num_devices)
-        if self.pipeline_schedule == "interleaved1f1b":
-            if stages % num_devices or stages == num_devices:
-                raise UserError(
-                    f"--stages: expected a multiple of the {num_devices} devices with "
-                    f"--pipeline_schedule=interleaved1f1b, several on each. Received: {stages}"
-                )
-            return 1
         if num_devices % stages:
             raise UserError(
                 f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
             )
-        if self.backend == "tensorflow" and num_devices > stages:
-            raise UserError(
-                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
-                f"device by device. Received: {num_devices}; use --backend=torch or jax"
-            )
         return num_devices // stages
 
     def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
-        """Returns the samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
+        """Returns the samples of a full micro-batch of each pipeline."""
         size = self.replica_batch_size(num_pipelines)
-        if self.split_size is not None:
-            return min(int(self.split_size), size)
-        count = self.accumulate if self.accumulate > 1 else self.micro_batches or 2 * num_stages
-        return -(-size // min(count, size))
+        return min(self.split_size, size) if self.split_size else -(-size // min(2 * num_stages, size))
+
+    def micro_batch_rows(self, num_rows: int, num_replicas: int) -> int | None:
+        """Returns the samples of a full micro-batch, over all replicas; None without `accumulate`.
+
+        Args:
+            num_rows: of a batch.
+            num_replicas: that share it.
+
+        Raises:
+            UserError: if such batches cannot be cut so.
+        """
+        if self.accumulate == 1:
+            return None
+        config = dataclasses.replace(self, num_devices=None, batch_size=num_rows)
+        config.check_replicas(num_replicas)
+        return num_replicas * -(-config.replica_batch_size(num_replicas) // self.accumulate)
 
     def replica_batch_size(self, num_replicas: int) -> int:
         """Returns the samples of a full batch on one replica (the last one holds fewer if they do not divide)."""

@@ -14,7 +14,6 @@ from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
-BALANCES = ("time", "flops", "parameters")
 BATCH_NORMS = ("sync", "replica")
 PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
@@ -114,27 +113,16 @@ def _check_names(config: Any) -> None:
 def _check_strategy(config: Any) -> None:
     """Raises if choices of one strategy are made with another, or choices of a pipeline contradict each other."""
     if config.accumulate > 1 and config.strategy != "data":
-        instead = "use --micro_batches" if config.strategy == "pipeline" else "leave one of them out"
+        instead = "use --split_size" if config.strategy == "pipeline" else "leave one of them out"
         raise UserError(f"--accumulate: there for --strategy=data only. Received: {config.strategy}; {instead}")
     of_pipelines = [c for c in choices_of(type(config)).values() if c.group == CUT and c.name != "strategy"]
     if config.strategy != "pipeline" and any(getattr(config, c.name) != c.default for c in of_pipelines):
         flags = ", ".join(f"--{c.flags[-1]}" for c in of_pipelines)
         raise UserError(f"{flags} have an effect only with --strategy=pipeline")
-    if config.split_size is not None and config.micro_batches is not None:
-        raise UserError("--split_size and --micro_batches say the same in two ways: give one of them")
-    if config.split_size == "auto" and (flag := _flag_that_resumes(config)):
-        raise UserError(
-            f"--split_size=auto may find another size each time, and --{flag} must resume with the same one; give the "
-            "size that was found, which the first lines of a run say"
-        )
-    if config.cut_at is not None:
-        named = len(config.cut_at.split(",")) + 1
-        if config.num_stages not in (None, named):
-            raise UserError(f"--stages: --cut_at makes {named} of them. Received: {config.num_stages}; leave it out")
 
 
 def _check_where(config: Any) -> None:
-    """Raises if a choice is not there for the backend, or the engine."""
+    """Raises if a choice is not there for the backend, or the strategy."""
     for choice in choices_of(type(config)).values():
         value = getattr(config, choice.name)
         for only in choice.only:
@@ -147,9 +135,8 @@ def _check_where(config: Any) -> None:
                     f"{config.backend}{', where ' if only.why else ''}{only.why}; use "
                     f"{f'--backend={only.backends[0]}' if one else 'one of those'}, or {only.instead}"
                 )
-            if only.engines and config.engine not in only.engines:
-                other = "accumulate" if config.accumulate > 1 else "strategy"
-                raise UserError(f"{what}: not together with --{other}={getattr(config, other)}; leave out one of them")
+            if only.strategies and config.strategy not in only.strategies:
+                raise UserError(f"{what}: not together with --strategy={config.strategy}; leave out one of them")
 
 
 def _check_hosts(config: Any) -> None:
@@ -172,11 +159,6 @@ def check_replicas(config: Any, num_replicas: int) -> None:
         value = getattr(config, name)
         if num_replicas == 1 and value != choices[name].default:
             raise UserError(f"--{name}={value}: one device {does}; leave it out, or use --gpus=2 or more")
-    if config.accumulate > 1 and num_replicas > 1 and config.backend == "tensorflow":
-        raise UserError(
-            f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
-            f"Received: {num_replicas}; use --backend=torch or jax"
-        )
     if config.batch_size < num_replicas:
         raise UserError(
             f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "

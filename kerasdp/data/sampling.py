@@ -164,19 +164,32 @@ class Split:
 
     Attributes:
         num_replicas: of the run.
+        micro_batch_rows: rows of a micro-batch, over all replicas. A micro-batch is neighbouring rows of the batch, and
+            is split over the replicas by itself; the last one may have fewer rows. None: the batch is not cut.
     """
 
-    def __init__(self, num_replicas: int):
-        self.num_replicas = num_replicas
+    def __init__(self, num_replicas: int, micro_batch_rows: int | None = None):
+        self.num_replicas, self.micro_batch_rows = num_replicas, micro_batch_rows
 
-    def replicas(self, num_rows: int) -> tuple[ReplicaRows, ...]:
-        """Returns which rows of a batch of `num_rows` each replica has, in the order of the rows."""
-        return _replicas(num_rows, self.num_replicas)
+    def replicas(self, num_rows: int, first: int = 0) -> tuple[ReplicaRows, ...]:
+        """Returns which of some rows each replica has, in their order.
+
+        Args:
+            num_rows: how many there are.
+            first: index of the first one in the global batch.
+        """
+        return _replicas(num_rows, self.num_replicas, first)
+
+    def micro_batches(self, num_rows: int) -> list[tuple[ReplicaRows, ...]]:
+        """Returns which rows each replica has of each micro-batch of a batch of `num_rows`."""
+        size = self.micro_batch_rows or num_rows
+        return [self.replicas(min(size, num_rows - first), first) for first in range(0, num_rows, size)]
 
     def rows_of_process(self, num_rows: int, shard: tuple[int, int]) -> np.ndarray:
         """Returns the indices, within a batch of `num_rows`, of the rows of one process's replicas, in order.
 
-        Padding is the last row of the batch.
+        Each replica has its rows of the first micro-batch, then those of the next. Padding is the last row of the
+        micro-batch.
 
         Args:
             num_rows: of the batch.
@@ -184,16 +197,20 @@ class Split:
         """
         rank, num_processes = shard
         count = self.num_replicas // num_processes
-        own = self.replicas(num_rows)[rank * count : (rank + 1) * count]
-        rows = [np.arange(each.first, each.first + each.size) for each in own]
-        return np.minimum(np.concatenate(rows), num_rows - 1)
+        micro_batches = self.micro_batches(num_rows)
+        rows = []
+        for replica in range(rank * count, (rank + 1) * count):
+            for replicas in micro_batches:
+                own, end = replicas[replica], replicas[0].first + sum(each.num_rows for each in replicas)
+                rows.append(np.minimum(np.arange(own.first, own.first + own.size), end - 1))
+        return np.concatenate(rows)
 
 
-@functools.lru_cache(maxsize=64)  # each step asks, on each replica
-def _replicas(num_rows: int, num_replicas: int) -> tuple[ReplicaRows, ...]:
+@functools.lru_cache(maxsize=512)  # each step asks, on each replica
+def _replicas(num_rows: int, num_replicas: int, first: int) -> tuple[ReplicaRows, ...]:
     size = replica_rows(num_rows, num_replicas)
-    firsts = [rank * size for rank in range(num_replicas)]
-    return tuple(ReplicaRows(first, min(max(num_rows - first, 0), size), size) for first in firsts)
+    places = [rank * size for rank in range(num_replicas)]
+    return tuple(ReplicaRows(first + place, min(max(num_rows - place, 0), size), size) for place in places)
 
 
 def replica_rows(num_rows: int, num_replicas: int) -> int:

@@ -219,7 +219,7 @@ def raw_values(variables: Iterable[keras.Variable]) -> list[Any]:
 
 
 def set_raw_values(variables: Iterable[keras.Variable], values: Iterable[Any]) -> None:
-    """Does `set_raw_value` with each; likewise in one call."""
+    """Gives each what it holds, on whatever device: `assign` keeps the device. Likewise in one call."""
     for variable, value in zip(variables, values):
         variable._value = value
 
@@ -236,14 +236,6 @@ def trainable_now(parts: Iterable[Any]) -> Callable[[], tuple[bool, ...]]:
 
 _VALUE_OF, _IS_TRAINABLE = operator.attrgetter("_value"), operator.attrgetter("_trainable")
 _TRAINABLE = (keras.layers.Layer.trainable, keras.Variable.trainable)
-
-
-def set_raw_value(variable: keras.Variable, value: Any) -> None:
-    """Gives a variable what it holds, on whatever device that is; None leaves it a mere name.
-
-    Keras 3.15: `Variable._value`. The public `assign` keeps the device.
-    """
-    variable._value = value
 
 
 def current_value(variable: keras.Variable) -> Any:

@@ -197,51 +197,6 @@ def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of
     return bool(np.allclose(whole, own, rtol=1e-4, atol=1e-5))
 
 
-def weights_without_decay(optimizer: Any, weights: list[Any]) -> list[Any]:
-    """Returns those of some weights that `exclude_from_weight_decay` has excluded by name or by itself.
-
-    Keras 3.15: `Optimizer._exclude_from_weight_decay`, `_var_key`; no public way to ask.
-    """
-    excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
-    return [weight for weight in weights if optimizer._var_key(weight) in excluded]
-
-
-def rebind_weights(optimizer: Any, weights: list[Any], without_decay: list[Any]) -> None:
-    """Tells an optimizer that what its weights hold was replaced (`layers.set_raw_value`).
-
-    Keras 3.15: on TensorFlow, optimizers know weights by what they hold (`_trainable_variables_indices`,
-    `_exclude_from_weight_decay`, `_exclude_from_weight_decay_cache`, keyed by `_var_key`), and Keras 3.16 also which of
-    them decay (`_weight_decay_by_var_key`). No public way: `build` would make new variables.
-
-    Args:
-        optimizer: built for these weights.
-        weights: all that it updates, in its order.
-        without_decay: what `weights_without_decay` gave before.
-    """
-    optimizer._trainable_variables_indices = {optimizer._var_key(weight): i for i, weight in enumerate(weights)}
-    if without_decay:
-        optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
-        optimizer._exclude_from_weight_decay_cache = {}
-    if hasattr(optimizer, "_weight_decay_by_var_key"):
-        decays = {
-            optimizer._var_key(weight): not optimizer._is_excluded_from_weight_decay(weight) for weight in weights
-        }
-        optimizer._weight_decay_by_var_key = decays
-
-
-def copy_decay_exclusions(optimizer: Any, to: Any) -> None:
-    """Gives another optimizer what `exclude_from_weight_decay` was told; it is in no configuration.
-
-    Keras 3.15: the attributes `_exclude_from_weight_decay*`; no public way to read them.
-    """
-    excluded = {
-        name: value
-        for name, value in vars(inner_optimizer(optimizer)).items()
-        if name.startswith("_exclude_from_weight_decay")
-    }
-    vars(inner_optimizer(to)).update(excluded)
-
-
 def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which all optimizers apply gradients by another method.
 

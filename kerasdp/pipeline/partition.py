@@ -1,17 +1,11 @@
-"""Cuts a functional Keras model into stages of about equal cost, which share their layers with the whole."""
+"""Cuts a functional Keras model into stages with about equally many weights; their layers are those of the whole."""
 
-import contextlib
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import numpy as np
 
-from kerasdp.config.validation import BALANCES
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import has_mask
 from kerasdp.keras_compat.models import as_functional, distinct_names
@@ -20,23 +14,6 @@ from kerasdp.reporting.report import in_columns
 
 # From this share of the cost on, in one of several stages, the run says why.
 _HOPELESS = 0.8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuringDevice:
-    """A device on which time is measured.
-
-    Args:
-        holding: gives a context in which the weights of an operation are on the device, which is Keras' default one.
-        wait: waits for a tensor.
-    """
-
-    holding: Callable[[Any], AbstractContextManager[None]] = lambda operation: contextlib.nullcontext()
-    wait: Callable[[Any], Any] = keras.ops.convert_to_numpy
-
-
-# The device where the weights are.
-HERE = MeasuringDevice()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,16 +60,7 @@ class Stage:
         return self.model.count_params()
 
 
-def split(
-    model: keras.Model,
-    num_stages: int = 2,
-    *,
-    cut_at: list[str] | None = None,
-    balance: str = "time",
-    batch_size: int = 8,
-    broadcast_from_rank0: Callable[[list[float]], list[float]] = lambda costs: costs,
-    measuring: MeasuringDevice = HERE,
-) -> list[Stage]:
+def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None = None) -> list[Stage]:
     """Cuts a model into stages.
 
     A cut may be between any two layers: several tensors may cross it, and a tensor may pass through a stage that does
@@ -103,10 +71,6 @@ def split(
             more than once, get a mask, or have a `call` of their own.
         num_stages: if `cut_at` is not given.
         cut_at: names of the layers after which to cut, in their order; `backbone/block_3` is in the model `backbone`.
-        balance: what is to be equal in all stages: `"time"`, measured here, `"flops"` or `"parameters"`.
-        batch_size: samples with which the time is measured.
-        broadcast_from_rank0: gives all ranks the costs that rank 0 measured.
-        measuring: the device on which it measures them.
 
     Returns:
         The stages in their order.
@@ -114,10 +78,8 @@ def split(
     Raises:
         UserError: if the model cannot be cut into so many stages, or not there.
     """
-    if balance not in BALANCES:
-        raise UserError(f"balance: expected one of {', '.join(BALANCES)}. Received: {balance!r}")
     graph = _Graph(functional(model), is_opened=num_stages > 1 or cut_at is not None)
-    costs = broadcast_from_rank0(costs_of(graph.graph, balance, batch_size, measuring))
+    costs = costs_of(graph.graph)
     if cut_at is None:
         places = _balanced(graph, costs, num_stages)
     else:
@@ -164,8 +126,8 @@ def imbalance(stages: list[Stage]) -> str:
     return ""
 
 
-def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
-    """Returns the model, or the functional one in a Sequential; `user` names, in the error, what needs it.
+def functional(model: keras.Model) -> keras.Model:
+    """Returns the model, or the functional one in a Sequential.
 
     Raises:
         UserError: if it is neither.
@@ -173,7 +135,7 @@ def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
     known = as_functional(model)
     if known is None:
         raise UserError(
-            f"{user} needs a model whose layers are known: functional, or Sequential with an Input. Received: "
+            "a pipeline needs a model whose layers are known: functional, or Sequential with an Input. Received: "
             f"{type(model).__name__} {model.name!r}"
         )
     return known
@@ -261,7 +223,7 @@ def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:
     places = graph.places()
     if num_stages < 1 or num_stages - 1 > len(places):
         raise UserError(
-            f"--stages: expected from 1 to {len(places) + 1}, the most that this model has. Received: {num_stages}"
+            f"--gpus: expected from 1 to {len(places) + 1}, the most stages that this model has. Received: {num_stages}"
         )
     done = np.concatenate([[0.0], np.cumsum(costs)]) / (sum(costs) or 1.0)
     sizes = {place: graph.num_bytes(place) for place in places}
@@ -283,26 +245,8 @@ def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:
     )[2]
 
 
-def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevice = HERE) -> list[float]:
-    """Returns the cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
-
-    Args:
-        graph: of a functional model.
-        kind: `"time"`, `"flops"` or `"parameters"`.
-        batch_size: samples with which time is measured.
-        measuring: where it is measured.
-    """
-    if kind == "time":
-        seconds = _seconds(graph, batch_size, measuring)
-        if keras.backend.backend() == "torch":
-            return seconds
-        # Called one by one, as here, most of a small layer's time goes into its start, which is no part of a compiled
-        # program. What more samples add is.
-        started = _seconds(graph, 1, measuring)
-        added = [max(whole - start, 0.0) for whole, start in zip(seconds, started)]
-        return added if any(added) else seconds
-    if kind == "flops":
-        return [float(_flops(call)) for call in graph.calls]
+def costs_of(graph: Graph) -> list[float]:
+    """Returns the cost of each call: numbers in its weights."""
     counted: set[int] = set()
     costs = []
     for operation in (call.operation for call in graph.calls):
@@ -311,40 +255,3 @@ def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevic
         costs.append(float(sum(int(np.prod(weight.shape)) for weight in weights)))
         counted.add(id(operation))
     return costs
-
-
-def _flops(call: Call) -> int:
-    """Counts two per weight and position of the output; one per number of an output without weights."""
-    kernels = [weight for weight in getattr(call.operation, "weights", []) if len(weight.shape) > 1]
-    shape = [size or 1 for size in next(iter(call.outputs.values())).shape[1:]]
-    if not kernels:
-        return int(np.prod(shape))
-    # Channels come last, or, where the layer says so, first.
-    first = getattr(call.operation, "data_format", None) == "channels_first"
-    positions = int(np.prod(shape[1:] if first else shape[:-1]))
-    return 2 * positions * sum(int(np.prod(kernel.shape)) for kernel in kernels)
-
-
-def _seconds(graph: Graph, batch_size: int, measuring: MeasuringDevice) -> list[float]:
-    """Returns the medians of three passes, after one that compiles."""
-    last_uses = {key: number for number, call in enumerate(graph.calls) for key, _ in call.inputs.values()}
-    seconds: list[list[float]] = [[] for _ in graph.calls]
-    with measuring.holding(None):
-        values = {key: _some(tensor, batch_size) for key, tensor in graph.inputs.items()}
-    for repetition in range(4):
-        known = dict(values)
-        for number, (call, measured) in enumerate(zip(graph.calls, seconds)):
-            with measuring.holding(call.operation):
-                start = time.perf_counter()
-                for output in call.run(known):
-                    measuring.wait(output)
-                if repetition:
-                    measured.append(time.perf_counter() - start)
-            known = {key: value for key, value in known.items() if last_uses.get(key, 0) > number}
-    return [statistics.median(measured) for measured in seconds]
-
-
-def _some(tensor: Any, batch_size: int) -> Any:
-    """Makes a batch of small numbers, which are valid as anything: pixels, tokens, measurements."""
-    shape = (batch_size, *(size or 1 for size in tensor.shape[1:]))
-    return keras.ops.convert_to_tensor(np.random.RandomState(0).randint(0, 2, shape).astype(tensor.dtype))

@@ -1,4 +1,4 @@
-"""Computes loss and metrics of a global batch from what a replica computed of its own rows.
+"""Computes loss and metrics of a global batch from what a replica computed of its own rows, in one pass or in several.
 
 Each replica sums what its own rows have in a loss that is a sum over rows, divided by what the loss of the whole batch
 is divided by; and the changes of metrics that add up. What is left is gathered: the outputs of the whole batch, for a
@@ -7,14 +7,14 @@ loss that couples samples, or is unknown, and for metrics that do not add up.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import keras
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import mask_of, with_mask
+from kerasdp.keras_compat.layers import has_mask, mask_of, with_mask
 from kerasdp.keras_compat.models import (
     compiled_loss,
     compiled_variables,
@@ -27,7 +27,7 @@ from kerasdp.keras_compat.models import (
 )
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.reduction import are_sums_over_rows, is_sum_over_rows, require_values
-from kerasdp.portability.replica_context import ReplicaContext
+from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxis
 
 Tensor = Any
 
@@ -48,18 +48,44 @@ class Data(NamedTuple):
     sample_weight: Any
 
 
-class GlobalBatch:
-    """Loss and metrics of a global batch on one replica, after its forward pass.
+class Sums(NamedTuple):
+    """What the passes of a step leave for its end: those of micro-batches add up, by `added`.
 
     Attributes:
-        loss: its gradients, averaged over the replicas, are those of the global batch's loss.
-        shared: by name, what is to be summed over the replicas, for `take`.
+        shared: by name, what is to be summed over the replicas.
+        known: likewise, what all replicas have the sum of.
+        kept: all rows of each micro-batch, for metrics that do not add up.
+    """
+
+    shared: dict[str, Tensor]
+    known: dict[str, Tensor]
+    kept: list[Data]
+
+
+def added(before: Sums | None, sums: Sums) -> Sums:
+    """Adds what a pass leaves to what those before have left."""
+    if before is None:
+        return sums
+
+    def both(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+        return one | {name: one[name] + value if name in one else value for name, value in other.items()}
+
+    return Sums(both(before.shared, sums.shared), both(before.known, sums.known), [*before.kept, *sums.kept])
+
+
+class GlobalBatch:
+    """Loss and metrics of a global batch on one replica, after its forward pass, or the last one of its micro-batches.
+
+    Attributes:
+        loss: its gradients, averaged over the replicas and added up over micro-batches, are those of the global
+            batch's loss.
+        sums: of this pass; once there are more, of all.
         is_of_own_rows: whether the loss is a sum over the replicas' rows, else it is computed of all rows.
     """
 
     def __init__(
         self, model: keras.Model, context: ReplicaContext | None, padded: Data, num_rows: int, *, training: bool,
-        add_up: Callable[[Tensor], Tensor],
+        add_up: Callable[[Tensor], Tensor], total_rows: int | None = None, share: float = 1.0,
     ):  # fmt: skip
         """Computes the loss.
 
@@ -67,26 +93,31 @@ class GlobalBatch:
             model: built and compiled.
             context: of the forward pass; None: the replica has the whole batch.
             padded: the replica's rows, with padding.
-            num_rows: of the global batch.
+            num_rows: of the global batch, or of the micro-batch.
             training: as Keras means it.
             add_up: sums a number over the replicas, for what the loss is divided by.
+            total_rows: of the global batch. None: `num_rows`.
+            share: of the micro-batch's loss in that of the global batch.
         """
         from kerasdp.portability.layers import pack_moving
 
         self.model, self.context, self.num_rows, self.training = model, context, num_rows, training
-        self.shared: dict[str, Tensor] = {}
+        self._total_rows, self._share = total_rows or num_rows, share
+        self._is_part = context is not None and context.is_micro_batch
+        self.sums = Sums({}, {}, [])
         # The replica's rows with padding, and without; and those of all.
         self._padded, self._add_up = padded, add_up
         self._own = padded if context is None else _without_padding(padded, context)
         self._whole: Data | None = None
-        self._changing: dict[str, keras.Variable] = {}  # by the name in `shared`, what it changes
-        self._sums: dict[str, Tensor] = {}
-        is_by_rows, is_weighted = self._is_by_rows(), padded.sample_weight is not None
-        self.is_of_own_rows = is_by_rows and is_sum_over_rows(model, is_weighted=is_weighted)
-        self._are_own_metrics = is_by_rows and are_sums_over_rows(model)
+        self._taken: dict[str, Tensor] = {}
+        if self._is_part:
+            refuse_masks(model, padded.outputs)
+        self._has_own_rows, is_weighted = self._is_by_rows(), padded.sample_weight is not None
+        self.is_of_own_rows = self._has_own_rows and is_sum_over_rows(model, is_weighted=is_weighted)
+        self._add_up_metrics = (self._has_own_rows or self._is_part) and are_sums_over_rows(model)
         self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
         if context is not None and context.moving:
-            self.shared["moving"] = pack_moving(context.moving)
+            self.sums.shared["moving"] = pack_moving(context.moving)
 
     def whole(self) -> Data:
         """Returns all rows of the global batch; gathers them when it is first called."""
@@ -103,37 +134,53 @@ class GlobalBatch:
 
     def share_metrics(self) -> None:
         """Computes what the replica's rows change in the metrics; outside of what is differentiated."""
-        if self._are_own_metrics:
+        if self._add_up_metrics:
+            rows = self._own if self._has_own_rows else self.whole()
             _, variables = compiled_variables(self.model)
             # A copy: Keras (3.15) multiplies sample weights by the outputs' mask in place.
-            weights, outputs = _each(ops.copy, self._own.sample_weight), _each(ops.stop_gradient, self._own.outputs)
+            weights, outputs = _each(ops.copy, rows.sample_weight), _each(ops.stop_gradient, rows.outputs)
             with keras.StatelessScope(_zeros(variables)) as scope:
-                update_compiled_metrics(self.model, self._own.targets, outputs, weights)
-            self._share_changes("metrics", variables, scope)
+                update_compiled_metrics(self.model, rows.targets, outputs, weights)
+            self._note_changes("metrics", variables, scope, self._has_own_rows)
+        elif self._is_part:
+            whole, outputs = self.whole(), _each(ops.stop_gradient, self.whole().outputs)
+            self.sums.kept.append(whole._replace(inputs=self._inputs_for("compute_metrics"), outputs=outputs))
 
     def take(self, sums: dict[str, Tensor]) -> Tensor:
-        """Takes the sums of `shared` over the replicas; returns the loss of the global batch."""
-        self._sums = sums
-        return sums["loss"] if self.is_of_own_rows else ops.stop_gradient(self.loss)
+        """Takes the sums of `sums.shared` over the replicas; returns the loss of the global batch."""
+        self._taken = added(Sums(sums, {}, []), Sums(self.sums.known, {}, [])).shared
+        return self._taken["loss"]
 
     def move_statistics(self) -> None:
         """Moves the moving statistics of layers whose replicas have statistics of their own."""
         from kerasdp.portability.layers import move_together
 
-        if "moving" in self._sums and self.context is not None:
-            move_together(self.context.moving or [], self._sums["moving"])
+        if "moving" in self._taken and self.context is not None:
+            move_together(self.context.moving or [], self._taken["moving"])
 
     def update_metrics(self, loss: Tensor) -> dict[str, Any]:
         """Updates the metrics with the global batch, of which `loss` is the loss; returns Keras' logs."""
-        update_loss_metric(self.model, loss, self.num_rows)
-        for name, variable in self._changing.items():
-            variable.assign(variable + ops.cast(self._sums[name], variable.dtype))
-        if self._are_own_metrics:
+        update_loss_metric(self.model, loss, self._total_rows)
+        for name, variables in zip(("losses", "metrics"), compiled_variables(self.model)):
+            for place, variable in enumerate(variables):
+                if (change := self._taken.get(f"{name}/{place}")) is not None:
+                    variable.assign(variable + ops.cast(change, variable.dtype))
+        if self._add_up_metrics:
             return self.model.get_metrics_result()
-        whole = self.whole()
-        inputs = self._inputs_for("compute_metrics")
+        whole = self._joined() if self._is_part else self.whole()
+        inputs = whole.inputs if self._is_part else self._inputs_for("compute_metrics")
         outputs = _each(ops.stop_gradient, whole.outputs)
         return self.model.compute_metrics(inputs, whole.targets, outputs, sample_weight=whole.sample_weight)
+
+    def _joined(self) -> Data:
+        """Returns all rows of the global batch, of those of its micro-batches."""
+        kept, context = self.sums.kept, cast(ReplicaContext, self.context)
+        counts = [(self._total_rows - self.num_rows) // max(len(kept) - 1, 1)] * (len(kept) - 1) + [self.num_rows]
+        inputs, targets, outputs, sample_weight = zip(*kept)
+        inputs, targets, sample_weight = joined_rows(
+            list(zip(inputs, targets, sample_weight)), counts, lambda *_: FIRST
+        )
+        return Data(inputs, targets, joined_rows(outputs, counts, context.output_axis), sample_weight)
 
     def _is_by_rows(self) -> bool:
         """Returns whether each replica has rows, and each output an entry for each of them."""
@@ -147,9 +194,28 @@ class GlobalBatch:
         whole = self.whole()
         # A copy, as above. The thread of a replica knows nothing of the context of the run.
         targets, weights = _each(ops.copy, whole.targets), _each(ops.copy, whole.sample_weight)
-        with losses_of_whole_batch(), portable_draws("a loss"):
-            inputs = self._inputs_for("compute_loss")
-            return compute_loss(self.model, inputs, targets, whole.outputs, weights, training=self.training)
+        with losses_of_whole_batch(self._factor_of_means()), portable_draws("a loss"):
+            if self._is_part and (compiled := compiled_loss(self.model)) is not None:
+                loss = self._with_added(compiled(targets, whole.outputs, weights))
+            else:
+                inputs = self._inputs_for("compute_loss")
+                loss = compute_loss(self.model, inputs, targets, whole.outputs, weights, training=self.training)
+        self.sums.known["loss"] = ops.stop_gradient(loss)
+        return loss
+
+    def _with_added(self, loss: Tensor | None) -> Tensor:
+        """Adds to a loss what layers add, and the penalties of weights; of a micro-batch by its share of the rows."""
+        loss = loss * self._share if self._is_part and loss is not None else loss
+        for penalty in map(ops.sum, self.model.losses):  # each replica has all of them
+            penalty = penalty * (self.num_rows / self._total_rows) if self._is_part else penalty
+            loss = penalty if loss is None else loss + penalty
+        if loss is None:
+            raise UserError(f"{self.model.name} has no loss: add one to model.compile")
+        return loss
+
+    def _factor_of_means(self) -> float:
+        """Returns by what the micro-batch's loss is multiplied in the means that Keras keeps, weighted by the rows."""
+        return self._share * self._total_rows / self.num_rows
 
     def _inputs_for(self, method: str) -> Any:
         """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
@@ -161,19 +227,16 @@ class GlobalBatch:
         variables, _ = compiled_variables(self.model)
         compiled = compiled_loss(self.model)
         # What Keras keeps of each output's loss: a mean, weighted by the rows.
-        factor = self.num_rows / (context.num_rows * context.num_replicas)
+        factor = self._factor_of_means() * self.num_rows / (context.num_rows * context.num_replicas)
         with (
             keras.StatelessScope(_zeros(variables)) as scope,
             losses_of_whole_batch(factor),
             reducing_losses(self._share_of_loss),
         ):
             loss = None if compiled is None else compiled(own.targets, own.outputs, own.sample_weight)
-        self._share_changes("losses", variables, scope)
-        for added in self.model.losses:  # each replica has all of them
-            loss = ops.sum(added) if loss is None else loss + ops.sum(added)
-        if loss is None:
-            raise UserError(f"{self.model.name} has no loss: add one to model.compile")
-        self.shared["loss"] = ops.stop_gradient(loss) / context.num_replicas
+        self._note_changes("losses", variables, scope, True)
+        loss = self._with_added(loss)
+        self.sums.shared["loss"] = ops.stop_gradient(loss) / context.num_replicas
         return loss
 
     def _share_of_loss(self, loss: keras.losses.Loss, targets: Any, outputs: Any, sample_weight: Any) -> Tensor:
@@ -215,11 +278,37 @@ class GlobalBatch:
         """Returns how many values the global batch has, of which these are the replica's."""
         return math.prod(values.shape[1:]) * self.num_rows
 
-    def _share_changes(self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope) -> None:
+    def _note_changes(
+        self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope, are_shared: bool
+    ) -> None:
+        sums = self.sums.shared if are_shared else self.sums.known
         for place, variable in enumerate(variables):
-            key = f"{name}/{place}"
-            self._changing[key] = variable
-            self.shared[key] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
+            sums[f"{name}/{place}"] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
+
+
+def refuse_masks(model: keras.Model, outputs: Any) -> None:
+    """Raises `UserError` if outputs of a micro-batch carry masks: a loss divides by what those of the batch leave."""
+    if any(map(has_mask, keras.tree.flatten(outputs))):
+        raise UserError(
+            f"--accumulate: the outputs of {model.name} carry a mask, by which its loss needs the whole batch at once; "
+            "leave it out"
+        )
+
+
+def joined_rows(parts: Sequence[Any], counts: list[int], axis_of: Callable[[int, Tensor], RowAxis | None]) -> Any:
+    """Returns structures of tensors of all rows, of those of each micro-batch.
+
+    Args:
+        parts: structures of tensors, alike.
+        counts: rows of each.
+        axis_of: returns where the rows are in a leaf, by its number.
+    """
+    leaves = [keras.tree.flatten(part) for part in parts]
+    whole = []
+    for number, own in enumerate(zip(*leaves)):
+        axis = None if own[0] is None else axis_of(number, own[0])
+        whole.append(own[0] if axis is None else axis.joined(list(own), counts))
+    return keras.tree.pack_sequence_as(parts[0], whole)
 
 
 def _without_padding(padded: Data, context: ReplicaContext) -> Data:

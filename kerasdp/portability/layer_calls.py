@@ -39,7 +39,7 @@ class AddedLosses:
 
     def needs_whole(self, layer: keras.layers.Layer, context: ReplicaContext) -> bool:
         """Returns whether a layer is to be called with the rows of all replicas."""
-        if not context.replicas:  # it is called by one that is
+        if not context.replicas or context.is_micro_batch:  # it is called by one that is
             return False
         adding = self.axes.adding.get(id(layer))
         is_exact = adding is None or (adding.is_mean and context.is_even)
@@ -241,8 +241,7 @@ def _mean_of_replicas(context: ReplicaContext, loss: Any) -> Any:
 def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) -> Any:
     """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device.
 
-    In micro-batches nothing: there it goes into `ReplicaContext.penalties`, since Keras' list of losses belongs to the
-    layer, which with TensorFlow all replicas share while they are traced in turns.
+    In a pipeline nothing: there it goes into `ReplicaContext.penalties`, of which each stage has its own.
     """
     axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
     whole, rows = context.whole(output, axis), output.shape[0]
@@ -272,7 +271,7 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
         add(loss)
     elif penalties := context.regularized.get(id(layer)):  # Keras adds what its activity regularizer gave
         add(penalties.pop(0))
-    elif context.adds is None:
+    elif context.is_micro_batch:
         raise UserError(
             f"layer {layer.name} calls add_loss, with which it would count only one micro-batch: move that loss into "
             "the model's loss, or train with --strategy=data and without --accumulate"

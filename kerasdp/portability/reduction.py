@@ -232,6 +232,46 @@ def _are_equal(received: Any, expected: Any) -> bool:
     return np.shape(received) == np.shape(expected) and bool(np.allclose(received, expected, rtol=1e-5, atol=1e-6))
 
 
+def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, instead: str) -> list[float]:
+    """Returns the weight of each micro-batch's loss in that of the global batch.
+
+    Args:
+        model: compiled, and its losses built.
+        counts: rows of each micro-batch.
+        is_weighted: whether the samples have weights.
+        instead: what to do about a loss that cannot be computed for each of them alone.
+
+    Raises:
+        UserError: if the loss of the global batch is not a sum over the micro-batches.
+    """
+    # Those that Keras has made of all that `compile` takes, in each of its outputs.
+    losses = output_losses(model)
+    for loss in losses:
+        reduction = reduction_of(loss)
+        is_one_number = is_weighted or loss.reduction == "sum"  # which of a mean would not add up
+        if reduction is Reduction.UNKNOWN or (reduction is Reduction.MEAN and is_one_number):
+            raise UserError(
+                f"the loss {loss.name} of {model.name}: expected a value for each sample, of which Keras takes the "
+                f"mean. Received: {reduction.value}; {instead}"
+            )
+        if reduction is Reduction.COUPLES or divides_by_what_is_left(loss):
+            raise UserError(
+                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}, or, where it "
+                "divides by a sum over the batch, as sum(loss * mask) / sum(mask), let it return a value for each "
+                "sample"
+            )
+    reductions = {loss.reduction for loss in losses}
+    if reductions == {"sum"}:
+        return [1.0] * len(counts)
+    means = {"sum_over_batch_size", "mean"} | (set() if is_weighted else {"mean_with_sample_weight"})
+    if not reductions <= means:
+        raise UserError(
+            f"the losses of {model.name} are reduced by {', '.join(map(str, sorted(map(str, reductions))))}, which "
+            f"needs the whole batch at once; {instead}"
+        )
+    return [count / sum(counts) for count in counts]
+
+
 def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[keras.Variable]:
     """Returns the variables to which user-defined losses of `compile` assign; they are no model's.
 

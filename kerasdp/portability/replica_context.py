@@ -45,6 +45,13 @@ class RowAxis(NamedTuple):
             tensor = self._refolded(tensor, num_rows, tensor.shape[0] // num_rows)
         return ops.moveaxis(tensor, 0, self.axis) if self.axis else tensor
 
+    def joined(self, tensors: list[Any], counts: list[int]) -> Any:
+        """Returns the tensor of all rows, of those of some rows each; `counts`: how many."""
+        from keras import ops
+
+        whole = ops.concatenate([self.rows_first(tensor, count) for tensor, count in zip(tensors, counts)])
+        return self.rows_back(whole, sum(counts))
+
     @staticmethod
     def _refolded(tensor: Any, outer: int, inner: int) -> Any:
         from keras import ops
@@ -157,8 +164,8 @@ class ReplicaContext:
             tensor. None where a layer sees the whole global batch at once, without padding (jax).
         rows: rows of this replica's input, padding included; None on jax.
         first_row: index of this replica's first row in the global batch; may be a scalar tensor.
-        total_rows: of the global batch, without padding; None on jax.
-        replicas: the rows of all replicas; empty on jax, and in a micro-batch.
+        total_rows: of the global batch, without padding; None where a layer sees all of it.
+        replicas: the rows that all replicas have of the batch, or of the micro-batch; empty on jax.
         row_axes: where the rows are in the tensors of the model. None: on axis 0 of all that has `rows` there.
         is_trial: whether this pass only finds that out: batch norm then takes its moving statistics, for other
             rows' would tell nothing.
@@ -168,10 +175,11 @@ class ReplicaContext:
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
             whole micro-batch, without padding, that one program computes.
         everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
-        penalties: of activities of micro-batches, which layers found on the way, to be added to the model's loss.
+        penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss.
         adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
             that is refused.
         is_whole: whether this is the call of a layer on the global batch.
+        is_micro_batch: whether these rows are some of a micro-batch: no layer sees more than that.
         calling: the layers that are being called, the innermost one last.
         regularized: by `id` of a layer that was just called, what Keras is to add for its activity regularizer.
         moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
@@ -193,6 +201,7 @@ class ReplicaContext:
     penalties: list[Any] = dataclasses.field(default_factory=list)
     adds: Callable[[Any, Any, Any, Callable[[Any], None]], None] | None = None
     is_whole: bool = False
+    is_micro_batch: bool = False
     calling: list[Any] = dataclasses.field(default_factory=list)
     regularized: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     moving: list[tuple[Any, Any]] | None = None
@@ -276,14 +285,15 @@ class ReplicaContext:
         import keras
 
         leaves = keras.tree.flatten(outputs)
-        whole = [self.whole(leaf, self._output_axis(number, leaf)) for number, leaf in enumerate(leaves)]
+        whole = [self.whole(leaf, self.output_axis(number, leaf)) for number, leaf in enumerate(leaves)]
         return keras.tree.pack_sequence_as(outputs, whole)
 
     def is_by_rows(self, output: Any, number: int) -> bool:
         """Returns whether axis 0 of the model's output of that number is its rows, one entry each."""
-        return self._output_axis(number, output) == FIRST and output.shape[0] == self.rows
+        return self.output_axis(number, output) == FIRST and output.shape[0] == self.rows
 
-    def _output_axis(self, number: int, output: Any) -> RowAxis | None:
+    def output_axis(self, number: int, output: Any) -> RowAxis | None:
+        """Returns where the rows are in the model's output of that number."""
         return self.row_axis(("output", number), output, f"output {number} of the model")
 
     def rows_of_all(self, rows: Any) -> Any:
@@ -391,13 +401,15 @@ def all_rows(rows: Any) -> Any:
         UserError: if axis 0 is not the samples, or there are micro-batches.
     """
     context = current()
-    if context is None or context.rows is None or context.gather is None or context.is_trial or context.is_whole:
+    if context is None or context.rows is None or context.is_trial or context.is_whole:
         return rows
-    if context.adds is None:
+    if context.is_micro_batch:
         raise UserError(
             "all_rows: a micro-batch does not know the rows of the others: train with --strategy=data and without "
             "--accumulate"
         )
+    if context.gather is None:
+        return rows
     if not len(rows.shape) or rows.shape[0] != context.rows:
         raise UserError(
             f"all_rows: expected a tensor whose axis 0 is the {context.rows} samples of this device. Received: shape "

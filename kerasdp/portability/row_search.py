@@ -55,9 +55,9 @@ def is_known(model: keras.Model, step: str = "call") -> bool:
 
 def context_of(
     model: keras.Model, step: str, rank: int, replicas: tuple[ReplicaRows, ...], *, gather: Callable[[Any], Any],
-    gather_rows: Callable[[Any], Any],
+    gather_rows: Callable[[Any], Any], total_rows: int | None = None,
 ) -> ReplicaContext:  # fmt: skip
-    """Returns the context of one replica's shard of a global batch.
+    """Returns the context of one replica's shard of a global batch, or of a micro-batch.
 
     Args:
         model: that is run.
@@ -65,19 +65,22 @@ def context_of(
         rank: of the replica.
         replicas: see `kerasdp.data.sampling.Split.replicas`.
         gather: see `ReplicaContext`; so is `gather_rows`.
+        total_rows: of the global batch; None: `replicas` have all of its rows.
     """
-    own, row_axes = replicas[rank], row_axes_of(model, step)
+    own, row_axes, is_several = replicas[rank], row_axes_of(model, step), len(replicas) > 1
     return ReplicaContext(
         num_replicas=len(replicas),
         num_rows=own.num_rows,
         rows=own.size,
         first_row=own.first,
-        total_rows=sum(each.num_rows for each in replicas),
+        total_rows=total_rows or sum(each.num_rows for each in replicas),
         replicas=replicas,
         row_axes=row_axes,
-        gather=gather,
-        gather_rows=gather_rows,
-        moving=[],
+        gather=gather if is_several else None,
+        gather_rows=gather_rows if is_several else None,
+        # The moving statistics of a micro-batch move before the next one.
+        moving=[] if total_rows is None else None,
+        is_micro_batch=total_rows is not None,
         adds=AddedLosses(row_axes) if step == "call" else keep,
     )
 

@@ -110,12 +110,11 @@ def check_cluster(config: Config, cluster: Cluster | None) -> None:
         door.require_secret(cluster.source)
         if cluster.process == 0:
             addresses.check_name(cluster.address[0])
-    if cluster is None or config.backend == "torch" or config.engine == "data":
+    if cluster is None or config.backend == "torch" or config.strategy == "data":
         return
-    what = f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"
     raise UserError(
-        f"{what}: on several machines there for --backend=torch only. Received: {config.backend}; use torch, or "
-        "--strategy=data without --accumulate"
+        f"--strategy={config.strategy}: on several machines there for --backend=torch only. Received: "
+        f"{config.backend}; use torch, or --strategy=data"
     )
 
 

@@ -66,8 +66,8 @@ def check_first_step(
     So before the first evaluation or prediction of a model that was not trained.
 
     The batch is uneven: one less than four samples a replica, so that there is padding as well. With stages or
-    `accumulate`, a micro-batch is compared. No variable changes. jax, without stages, computes the whole batch as one
-    program: there is nothing to compare.
+    `accumulate`, a micro-batch is compared, too. No variable changes. jax without `accumulate` computes the whole batch
+    as one program: there is nothing to compare.
 
     Args:
         model: built, compiled, made portable, and looked at by `kerasdp.portability.row_search`.
@@ -82,7 +82,7 @@ def check_first_step(
     """
     if config.check == "off":
         return
-    if not (strategy.splits_batches or strategy.stages):
+    if not strategy.calls_on_some_rows:
         if strategy.processes.rank == 0 and has_call(model) and not own_steps(model):
             _warn_of_other_draws(model, strategy, reader)
         return
@@ -91,7 +91,7 @@ def check_first_step(
         return
     name, text, num_rows = _first_of_all(model, strategy, reader, with_loss)
     operation = _mixing_operation(model, strategy, reader, with_loss) if text else ""
-    while text and strategy.splits_batches and _calls_with_all_rows(model, name, reader, strategy):
+    while text and not strategy.has_micro_batches and _calls_with_all_rows(model, name, reader, strategy):
         mixing, by, (name, text, num_rows) = name, operation, _first_of_all(model, strategy, reader, with_loss)
         if name == mixing:
             break
@@ -102,21 +102,24 @@ def check_first_step(
                 "batch, which takes time"
             )
     if text:
+        whole = "without --accumulate" if config.accumulate > 1 else (
+            "on one device, with --backend=jax and --strategy=data, which computes the whole batch as one program"
+        )  # fmt: skip
         raise UserError(
             f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
-            f"({text}, of {num_rows} samples){operation}: {_reason(model, name)}; train on one device, with "
-            "--backend=jax and --strategy=data, which computes the whole batch as one program, or, all the same, with "
-            "--check=off"
+            f"({text}, of {num_rows} samples){operation}: {_reason(model, name)}; train {whole}, or, all the same, "
+            "with --check=off"
         )
     row_axes_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 
 
 def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
     """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
-    if strategy.stages is not None:
+    again = noisy = None
+    if strategy.has_micro_batches:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
-        again = noisy = None  # batch norm, which amplifies round-off, takes its moving statistics
-    else:
+        differs = strategy.processes.any_rank(any(_first_difference(whole, shard)[2] for shard in shards))
+    if strategy.stages is None and strategy.splits_batches and not (strategy.has_micro_batches and differs):
         num_rows = 4 * strategy.num_replicas - 1
         data = reader.sample(num_rows)
         with _statistics_of_whole_batch(model), explaining_trial(model.name, num_rows):
@@ -140,11 +143,11 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
 def _mixing_operation(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> str:
     """Returns which operation of Keras is the first to give something else for a shard of rows, in words.
 
-    The same on all ranks; empty where none is to blame: with stages, or where code calls none; and of large models,
-    of which all weights would be copied.
+    The same on all ranks; empty where none is to blame: with micro-batches, or where code calls none; and of large
+    models, of which all weights would be copied.
     """
     found = ""
-    if strategy.stages is None and model.count_params() < _MOST_WEIGHTS:
+    if not strategy.has_micro_batches and model.count_params() < _MOST_WEIGHTS:
         pairs = mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
         found = next((f", in {call}" for call, _ in pairs), "")
     return next(filter(None, strategy.processes.all_gather_object(found)), "")

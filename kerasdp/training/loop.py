@@ -256,9 +256,9 @@ class ModelSteps:
     def _functions_of(self, model: keras.Model) -> StepFunctions:
         # A model that is compiled again needs new functions; compiling makes new objects of all of these.
         stages = self._strategy.stages
-        plan = None if stages is None else stages.engine_of(model).plan
+        pipeline = None if stages is None else stages.engine_of(model)
         # Variables come and go without a `compile`, too: `quantize`, `enable_lora`, a metric that is built.
-        made_for = (getattr(model, "optimizer", None), *made_by_compile(model), plan, *all_variables(model))
+        made_for = (getattr(model, "optimizer", None), *made_by_compile(model), pipeline, *all_variables(model))
         known = self._functions.get(model)
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
             functions = self._strategy.step_functions(model, self._state)
@@ -286,7 +286,7 @@ def _warning_of_unchanged_weights(model: keras.Model, strategy: Strategy, functi
     statistics of batch norm, and the scale of a loss that was too large. Seeds do not.
     """
     # A weight may be on another process as a whole, or in parts.
-    is_elsewhere = strategy.config.engine != "data" or strategy.config.shard == "weights"
+    is_elsewhere = strategy.config.strategy != "data" or strategy.config.shard == "weights"
     if strategy.processes.rank != 0 or is_elsewhere or not optimizers_of(model):
         return functions
     look = _looks_at_weights(model)
@@ -345,15 +345,15 @@ def _have_changed(variables: list[keras.Variable], before: list[np.ndarray]) -> 
 
 
 def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
-    """Refuses to train once other layers are frozen: what trains in stages is made for those of `compile`."""
+    """Refuses to train once other layers are frozen: a pipeline is made for those of `compile`."""
     weights = TrainedWeights(model)
     key = weights.key()
 
     def train(batch: DeviceBatch, detail: Detail) -> Trained:
         if weights.key() != key:
             raise UserError(
-                f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline or "
-                "accumulation cannot follow: call model.compile again"
+                f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline "
+                "cannot follow: call model.compile again"
             )
         return functions.train(batch, detail)
 

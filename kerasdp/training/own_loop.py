@@ -241,7 +241,7 @@ class Step:
             UserError: if the function cannot be used on these devices.
         """
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
-        if config.engine != "data" or strategy.stages is not None:
+        if config.strategy != "data" or strategy.has_micro_batches:
             raise UserError(
                 f"the step {self.__name__}: a step of one's own trains with --strategy=data and without --accumulate"
             )

@@ -107,11 +107,8 @@ def prepare(
         _build(model, symbols, config, strategy, with_targets)
         if with_targets:
             refuse_nan_inputs(model, reader, batch)
-    if step == "train_step" and isinstance(model.optimizer, keras.optimizers.MultiOptimizer):
-        raise UserError(
-            f"{model.name}: expected one optimizer. Received: MultiOptimizer, which has no learning rate; give compile "
-            "one of them, or update by several in a loop of your own (kerasdp.value_and_grad, runner.step)"
-        )
+    if step == "train_step":
+        _refuse_to_train(model, config)
     require_known_weights(model)
     require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device
@@ -121,8 +118,6 @@ def prepare(
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
         warnings.warn(addressed(text), stacklevel=4)
-    if step == "train_step":
-        _refuse_lost_statistics(model, config, strategy)
     find_rows(model, reader, config, strategy, step)
     if with_targets:
         _refuse_state_of_losses(model, reader, symbols[0], config, strategy)
@@ -131,6 +126,24 @@ def prepare(
     if step == "train_step" and step in own_steps(model):
         with scope():
             _build_optimizers(model, reader, config, strategy)
+
+
+def _refuse_to_train(model: keras.Model, config: Config) -> None:
+    """Raises `UserError` for a model that would not train as it should."""
+    if isinstance(model.optimizer, keras.optimizers.MultiOptimizer):
+        raise UserError(
+            f"{model.name}: expected one optimizer. Received: MultiOptimizer, which has no learning rate; give compile "
+            "one of them, or update by several in a loop of your own (kerasdp.value_and_grad, runner.step)"
+        )
+    if config.accumulate > 1:
+        refuse_next_values(model, "--accumulate", "leave it out")
+    for name in ("train_step", "compute_loss") if config.accumulate > 1 else ():
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise UserError(
+                f"--accumulate: the {name} of {type(model).__name__} is user-defined, and so may need the whole batch "
+                "at once; leave it out"
+            )
+    _refuse_lost_statistics(model, config)
 
 
 def require_within_scope(model: keras.Model, strategy: Strategy) -> None:
@@ -144,7 +157,7 @@ def require_within_scope(model: keras.Model, strategy: Strategy) -> None:
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
     """Finds where the rows of a batch are in what a step computes, if a layer sees only some of them."""
-    if not strategy.splits_batches and strategy.stages is None:
+    if not strategy.calls_on_some_rows:
         return
     if step in own_steps(model):
         if step == "train_step":
@@ -157,7 +170,7 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
     elif not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
         axes = row_axes_of(model)
-        for layer, variables in axes.assigning if strategy.stages is not None else ():
+        for layer, variables in axes.assigning if strategy.has_micro_batches else ():
             raise UserError(
                 f"layer {layer.name} assigns to {variables[0].path} in its call, which here sees one micro-batch "
                 "after the other: train with --strategy=data and without --accumulate"
@@ -181,7 +194,7 @@ def find_sums(model: keras.Model, reader: Reader, batch: Batch, strategy: Strate
     Says what it costs where one is not: all devices then get the outputs of the whole batch.
     """
     symbols, compiled = row_axes_of(model).outputs, made_by_compile(model)
-    if symbols is None or _sums_of.get(model) == compiled or not (strategy.splits_batches or strategy.stages):
+    if symbols is None or _sums_of.get(model) == compiled or not strategy.calls_on_some_rows:
         return
     _sums_of.put(model, compiled)
     is_weighted = batch.sample_weight is not None
@@ -194,7 +207,7 @@ def find_sums(model: keras.Model, reader: Reader, batch: Batch, strategy: Strate
     if coupling_metrics(model):
         try_metrics(model, targets, random_outputs(symbols, np.random.RandomState(0)), sample_weight)
     reasons = reasons_to_gather(model, is_weighted=is_weighted)
-    if reasons and strategy.processes.rank == 0:
+    if reasons and strategy.splits_batches and strategy.processes.rank == 0:
         num_bytes = len(batch.indices) * bytes_of_row(symbols)
         report.warn(
             f"each device gets the outputs of all samples of a batch ({num_bytes / 1e6:,.2f} MB), for "
@@ -229,7 +242,7 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
             )
 
 
-def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strategy) -> None:
+def _refuse_lost_statistics(model: keras.Model, config: Config) -> None:
     """Raises `UserError` for layers that change in a forward pass of training what would not be kept as it should."""
     for layer in all_layers(model) if config.backend == "jax" else ():
         if isinstance(layer, keras.layers.SpectralNormalization):
@@ -288,7 +301,7 @@ def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strateg
         reason = "whose state Keras does not keep from one batch to the next with --backend=jax"
     elif config.backend == "torch" and not isinstance(layer, keras.layers.SimpleRNN):
         reason = "whose gradients Keras cannot take with --backend=torch"
-    elif strategy.splits_batches or strategy.stages is not None:
+    elif strategy.calls_on_some_rows:
         reason = "whose state has a row for each sample of a batch, which is split here"
     elif config.keeps_checkpoints:
         reason = "whose state is in no checkpoint, so that a resumed run would differ"

@@ -11,7 +11,7 @@ from kerasdp.config import Config
 from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.batch_reader import IndexedReader, StreamReader
 from kerasdp.data.feed import Feed, Reader
-from kerasdp.data.sampling import Order, seed_of_fit
+from kerasdp.data.sampling import Order, Split, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, refuse_strings, weights_of_classes
 from kerasdp.data.streams import Stream, length_of
 from kerasdp.errors import UserError
@@ -56,7 +56,7 @@ def make_reader(
     """Makes the reader of this process for what a user gives as data.
 
     Args:
-        config: `seed` and `engine` are read.
+        config: `seed` and `strategy` are read.
         strategy: says which inputs this process reads.
         devices: of the run.
         x: as in `kerasdp.Runner.fit`; so are `y`, `sample_weight`, `class_weight` and `shuffle`.
@@ -70,6 +70,8 @@ def make_reader(
     Raises:
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
     """
+    # Of a training alone: its rows may come as micro-batches.
+    split = Split(strategy.num_replicas) if training else strategy.split
     seed, weights_given = seed_of_fit(config.seed, fit_number), sample_weight is not None or class_weight is not None
     if _is_source(x) or is_of_arrays(x):
         if _is_source(x) and (y is not None or weights_given):
@@ -86,15 +88,18 @@ def make_reader(
             num_samples=source.num_samples, batch_size=batch_size, seed=seed, shuffle=shuffle, steps_per_epoch=steps
         )
         is_kept = fitting and _stays_on_device(source, config, devices)
-        return SampleReader(source, order, strategy.split, strategy.shard, is_kept)
+        return SampleReader(source, order, split, strategy.shard, is_kept)
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    return _reader_of_batches(x, strategy, steps, class_weight, seed if training else None, shuffle, known_streams)
+    return _reader_of_batches(
+        x, strategy, split, steps, class_weight, seed if training else None, shuffle, known_streams
+    )
 
 
 def _reader_of_batches(
     x: Any,
     strategy: Strategy,
+    split: Split,
     steps: int | None,
     class_weight: dict[int, float] | None,
     seed: int | None,
@@ -112,7 +117,7 @@ def _reader_of_batches(
     steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
     if is_indexed and seed is None and steps is not None and x.num_batches:  # in no training: samples would count twice
         steps = min(steps, x.num_batches)
-    place = x, strategy.split, strategy.shard, steps
+    place = x, split, strategy.shard, steps
     if is_indexed:
         return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
     return StreamReader(*place, seed=seed, known_streams=known_streams, **own)
@@ -153,5 +158,5 @@ def _is_source(x: Any) -> bool:
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
     """Returns whether the inputs of a source are kept on each device, where a step then takes its rows."""
-    may_stay = devices.is_accelerator and config.engine == "data"
+    may_stay = devices.is_accelerator and config.strategy == "data"
     return may_stay and isinstance(source, ArraySource) and source.num_bytes <= MOST_ON_DEVICE

@@ -229,7 +229,10 @@ class Runner:
         )
         if self.strategy.stages is not None:
             with self.heartbeat.compiling():
-                self.strategy.stages.tune(model, reader.first, self._say)
+                self.strategy.stages.tune(model, num_rows)
+        else:
+            reader.split.micro_batch_rows = self.config.micro_batch_rows(num_rows, self.strategy.num_replicas)
+            self.strategy.training_split = reader.split
         if isinstance(reader, BatchReader):
             batch_size = num_rows  # whatever it was told
         facts = Facts(

@@ -164,7 +164,7 @@ def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, choices, expect
     own = strategy()
     own.is_gpu, own.num_replicas = is_gpu, num_replicas
     own.config = Config(backend="torch", **choices)
-    options = compiled_step.inductor_options(own, False)
+    options = compiled_step.inductor_options(own)
     assert {name for name, is_on in options.items() if is_on} == expected
     known = torch._inductor.config.get_config_copy()
     assert options.keys() <= known.keys()

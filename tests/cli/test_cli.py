@@ -57,7 +57,6 @@ def test_devices_is_another_name_of_gpus(tmp_path):
         ("--lr=0.1", "there is no flag --lr. --help lists all flags"),
         ("--batchsize=3", "did you mean --batch_size?"),
         ("--num_epochs=3", "did you mean --epochs?"),
-        ("--num_stages=3", "did you mean --stages?"),
         ("--flagfil=3", "did you mean --flagfile?"),
         ("--flagfile=/nowhere/none.flags", "none.flags"),
         ("stray", "expected flags only. Received: 'stray'"),
@@ -135,16 +134,16 @@ def test_recipes_name_fields():
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
-        "accumulate", "backbone", "backend", "backends", "balance", "batch_norm",
+        "accumulate", "backbone", "backend", "backends", "batch_norm",
         "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
         "checkpoint_weights", "compile", "coordinator", "cut_at", "data_dir",
         "dataset", "deterministic", "device", "device_counts", "devices",
         "epochs", "fine_tuning_rate", "gpus", "hang_timeout",
         "head_epochs", "host_rank", "hosts", "interface", "keep",
         "learning_rate", "log_every", "lora_rank", "max_restarts", "max_steps",
-        "micro_batches", "model", "optimizer", "other_python", "output", "pipeline_schedule", "precision",
+        "model", "optimizer", "other_python", "output", "pipeline_schedule", "precision",
         "preset", "remat", "repetitions", "resume", "seed", "shard", "size",
-        "split_size", "split_sizes", "stages", "strategy", "to", "tracker", "trials", "verbose",
+        "split_size", "split_sizes", "strategy", "to", "tracker", "trials", "verbose",
         "weights", "workdir", "workers",
     ]  # fmt: skip
 

@@ -43,7 +43,7 @@ from kerasdp.errors import UserError
             "--strategy=tensor: there for --backend=jax only. Received: torch",
         ),
         ({"strategy": "tensor", "backend": "tensorflow"}, "for --backend=jax only. Received: tensorflow"),
-        ({"strategy": "tensor", "num_stages": 2}, "have an effect only with --strategy=pipeline"),
+        ({"strategy": "tensor", "split_size": 2}, "have an effect only with --strategy=pipeline"),
         ({"tracker": "tensorboard"}, "add --workdir=FOLDER"),
         ({"accumulate": 0}, "--accumulate: expected a whole number of at least 1. Received: 0"),
         ({"accumulate": 2.0}, "--accumulate: expected a whole number of at least 1. Received: 2.0"),
@@ -58,13 +58,9 @@ from kerasdp.errors import UserError
         ),
         (
             {"accumulate": 2, "strategy": "pipeline"},
-            "--accumulate: there for --strategy=data only. Received: pipeline; use --micro_batches",
+            "--accumulate: there for --strategy=data only. Received: pipeline; use --split_size",
         ),
         ({"accumulate": 2, "strategy": "tensor"}, "Received: tensor; leave one of them out"),
-        (
-            {"accumulate": 2, "backend": "tensorflow", "num_devices": 2},
-            "--accumulate: expected --gpus=1 with --backend=tensorflow",
-        ),
         ({"num_devices": "2"}, "--gpus: expected a whole number of at least 1. Received: '2'"),
         ({"batch_size": True}, "--batch_size: expected a whole number of at least 1. Received: True"),
         ({"learning_rate": "0.1"}, "--learning_rate: expected a number above 0. Received: '0.1'"),
@@ -83,11 +79,7 @@ from kerasdp.errors import UserError
         ),
         ({"checkpoint_every": 0}, "--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). Rece"),
         ({"checkpoint_every": None}, "--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). R"),
-        (
-            {"strategy": "pipeline", "split_size": 0},
-            "--split_size: expected auto, or a whole number of at least 1. Rec",
-        ),
-        ({"strategy": "pipeline", "split_size": 2.5}, "--split_size: expected auto, or a whole number of at least 1."),
+        ({"strategy": "pipeline", "split_size": 2.5}, "--split_size: expected a whole number of at least 1. Received"),
     ],
 )
 def test_a_wrong_choice_is_one_line(changes, words):
@@ -98,12 +90,13 @@ def test_a_wrong_choice_is_one_line(changes, words):
 
 
 def test_parts_of_a_batch():
+    """Whatever the batches of `fit` are."""
     settings = Config(batch_size=61, accumulate=4)
-    assert (settings.engine, settings.stages_on(2), settings.num_pipelines(2), settings.num_replicas(2)) == (
-        "pipeline", 1, 2, 2,
-    )  # fmt: skip
-    assert (settings.micro_batch_size(1, 1), settings.micro_batch_size(1, 2)) == (16, 8)
-    assert Config().engine == "data"
+    assert [settings.micro_batch_rows(61, count) for count in (1, 2)] == [16, 16]  # of 31 on a device 8, 8, 8, 7
+    assert settings.micro_batch_rows(256, 2) == 64
+    assert Config().micro_batch_rows(61, 2) is None
+    with pytest.raises(UserError, match="--accumulate: 9 samples, those of a device, cannot be cut into 4 parts of"):
+        settings.micro_batch_rows(18, 2)
 
 
 def test_batch_arithmetic():
@@ -153,15 +146,14 @@ def test_where_a_choice_is_there(choice):
     """Its backends take it; the others say in a line that it is there for those only, and help says so, too."""
     only = next(only for only in choice.only if only.backends)
     value = only.value or {"compile": "on", "shard": "weights", "hosts": "2"}[choice.name]
-    more = {"strategy": "pipeline"} if choice.name == "pipeline_schedule" else {}
     for backend in validation.BACKENDS:
         if backend in only.backends:
-            Config(backend=backend, **{choice.name: value}, **more)
+            Config(backend=backend, **{choice.name: value})
         else:
             words = f"--{choice.name}={value}: there for --backend={' and '.join(only.backends)}.* Received: {backend}"
             with pytest.raises(UserError, match=f"{words}.*; use .*, or "):
-                Config(backend=backend, **{choice.name: value}, **more)
-    Config(**{choice.name: value}, **more)
+                Config(backend=backend, **{choice.name: value})
+    Config(**{choice.name: value})
     assert f" with {' and '.join(only.backends)} only." in choice.meaning
 
 

@@ -1,16 +1,13 @@
 """How a batch is cut: no row is lost, the shares of a loss add up to it, and the size follows that of the batch."""
 
-from types import SimpleNamespace
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
-from kerasdp.backends.base import StagedModels
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.pipeline.plan import MicroBatches, make_plan
+from kerasdp.pipeline.plan import MicroBatches, make_plan, with_rows
 from tests.pipeline.models import net
 
 
@@ -96,18 +93,14 @@ def test_a_loss_that_needs_the_whole_batch(make, is_weighted, words):
 
 def tuned(num_rows, **choices):
     """Returns the plan of a run with a `config.batch_size` of 64 after `fit` was given batches of `num_rows`."""
-    config = Config(strategy="pipeline", balance="parameters", batch_size=64, **choices)
-    engine = SimpleNamespace(plan=make_plan(net(), config, 2, lambda costs: costs), is_stale=False)
-    stages = StagedModels(config, lambda model: engine, lambda batch: batch)
-    stages.tune(engine.plan.model, lambda: SimpleNamespace(indices=np.arange(num_rows)), print)
-    return engine.plan
+    config = Config(strategy="pipeline", batch_size=64, **choices)
+    return with_rows(make_plan(net(), config, 2), config, num_rows)
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(16, 4), (61, 16), (64, 16), (256, 64)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("choices", [{"micro_batches": 4}, {}])
-def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size, schedule, choices):
-    made = tuned(num_rows, pipeline_schedule=schedule, **choices)
+def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size, schedule):
+    made = tuned(num_rows, pipeline_schedule=schedule)
     assert (made.size, len(made.micro_batches(num_rows))) == (size, 4)
     assert made.schedule_for(len(made.micro_batches(num_rows))) == schedule
 
@@ -115,7 +108,6 @@ def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size, schedule, 
 @pytest.mark.parametrize(
     ("num_rows", "choices", "words"),
     [
-        (9, {"micro_batches": 4}, "--micro_batches: 9 samples cannot be cut into 4 of one size"),
         (8, {"split_size": 16}, "--split_size: expected at most 8, a pipeline's samples. Received: 16"),
         (
             16,

@@ -1,4 +1,4 @@
-"""How batch and model are cut, and who works on what when: the same on every backend."""
+"""How batch and model are cut."""
 
 import keras
 import numpy as np
@@ -8,56 +8,8 @@ from keras import layers
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import slots_of
-from kerasdp.pipeline.plan import actions, make_plan, with_rows
+from kerasdp.pipeline.plan import make_plan
 from tests.pipeline.models import net
-
-SIZES = [(num_stages, num_micro_batches) for num_stages in (1, 2, 3, 5) for num_micro_batches in (1, 2, 3, 5, 8, 13)]
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
-def test_what_a_stage_does(schedule, num_stages, num_micro_batches):
-    for stage in range(num_stages):
-        order = actions(schedule, stage, num_stages, num_micro_batches)
-        numbers = range(num_micro_batches)
-        assert sorted(order) == sorted((kind, number) for kind in ("forward", "backward") for number in numbers)
-        for kind in ("forward", "backward"):
-            assert [number for other, number in order if other == kind] == list(numbers)
-        in_flight = np.cumsum([1 if kind == "forward" else -1 for kind, _ in order])
-        assert in_flight.min() >= 0
-        assert all(order.index(("forward", number)) < order.index(("backward", number)) for number in numbers)
-        limit = num_stages - stage if schedule == "1f1b" else num_micro_batches
-        assert in_flight.max() == min(limit, num_micro_batches)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
-def test_no_stage_waits_for_ever(schedule, num_stages, num_micro_batches):
-    """Each stage does what it has the input for: the output of the stage before, or the gradient of the next one."""
-    orders = [actions(schedule, stage, num_stages, num_micro_batches) for stage in range(num_stages)]
-    done = set()
-    seconds = 0
-    while any(orders):
-        now = []
-        for stage, order in enumerate(orders):
-            if order:
-                kind, number = order[0]
-                needed = {("forward", number, stage - 1)} if kind == "forward" and stage else set()
-                if kind == "backward":
-                    is_last = stage == num_stages - 1
-                    needed = {("forward", number, stage) if is_last else ("backward", number, stage + 1)}
-                    # With gpipe the loss is that of all micro-batches.
-                    if is_last and schedule == "gpipe":
-                        needed = {("forward", other, stage) for other in range(num_micro_batches)}
-                if needed <= done:
-                    now.append((kind, number, stage))
-        assert now, f"all wait: {orders}"
-        for *_, stage in now:
-            orders[stage].pop(0)
-        done |= set(now)
-        seconds += 1
-    # Both are as fast as a pipeline can be: Huang et al. 2019, section 2.3.
-    assert seconds == 2 * (num_micro_batches + num_stages - 1)
 
 
 @pytest.mark.parametrize(
@@ -88,48 +40,28 @@ def test_slots_of_each_weight(make, kinds):
 
 
 def plan(model, num_devices=2, **choices):
-    config = Config(strategy="pipeline", **({"balance": "parameters"} | choices))
-    return make_plan(model, config, num_devices, lambda costs: costs)
+    return make_plan(model, Config(strategy="pipeline", **choices), num_devices)
 
 
 def test_a_plan():
-    made = plan(net(), 4, num_stages=2, batch_size=61, split_size="5")
+    made = plan(net(), 4, cut_at="layer1", batch_size=61, split_size=5)
     assert [stage.layers for stage in made.stages] == [["layer0", "layer1"], ["layer2", "layer3"]]
     assert (made.num_pipelines, made.size, made.schedule) == (2, 10, "gpipe")
     assert len(made.micro_batches(61)) == 7
     assert str(made).endswith("micro-batches of 10 in 2 pipelines, gpipe")
-    assert str(plan(net(), split_size="5")).endswith("micro-batches of 5, gpipe")
+    assert str(plan(net(), split_size=5)).endswith("micro-batches of 5, gpipe")
 
 
 def test_where_it_is_cut():
     made = plan(net(), 3, cut_at="layer0, layer2")
     assert [stage.layers[-1] for stage in made.stages] == ["layer0", "layer2", "layer3"]
-    assert plan(net(), split_size="auto", batch_size=64).size == 16  # until it is found: two a stage
+    assert plan(net(), batch_size=64).size == 16  # two a stage
 
 
 def test_a_rest_of_few_rows():
     """Torch's other schedules need as many micro-batches as stages."""
     made = plan(net(), pipeline_schedule="1f1b")
     assert [made.schedule_for(count) for count in (1, 2, 3)] == ["gpipe", "1f1b", "1f1b"]
-
-
-def test_parts_of_a_batch():
-    """The whole model works on them, whatever batches `fit` is given."""
-    config = Config(backend="torch", accumulate=4, batch_size=64)
-    made = make_plan(net(), config, 2, lambda costs: costs)
-    assert (len(made.stages), made.num_pipelines, made.size, made.schedule) == (1, 2, 16, "1f1b")
-    assert made.micro_batches(64).instead == "leave out --accumulate"
-    assert str(made) == "gradients are summed over micro-batches of 16 samples"
-    other = with_rows(made, config, 61)  # 31 on a device: 8, 8, 8, 7
-    assert (other.size, len(other.micro_batches(61))) == (16, 4)
-    with pytest.raises(UserError, match="--accumulate: 9 samples, those of a device, cannot be cut into 4 parts of"):
-        with_rows(made, config, 18)
-    with pytest.raises(UserError, match="--accumulate needs a model whose layers are known"):
-        make_plan(Unknown(), config, 2, lambda costs: costs)
-
-
-class Unknown(keras.Model):
-    """Its layers' calls are nowhere written down."""
 
 
 class OwnTrainStep(keras.Model):
@@ -185,7 +117,7 @@ def test_what_is_refused(make, words):
 
 def test_stages_and_devices_that_do_not_go_together():
     with pytest.raises(UserError, match="--gpus: expected a multiple of the 2 stages"):
-        plan(net(), 3, num_stages=2)
+        plan(net(), 3, cut_at="layer1")
 
 
 def of_inputs(structure):

@@ -16,7 +16,7 @@ from keras import ops
 from packaging.version import Version
 
 from kerasdp.keras_compat import models, optimizers, settings
-from kerasdp.keras_compat.layers import adapters_as_asked, set_raw_value
+from kerasdp.keras_compat.layers import adapters_as_asked
 from kerasdp.keras_compat.numerics import same_on_all_backends
 
 BACKEND = keras.backend.backend()
@@ -293,26 +293,6 @@ def on_tensorflow():
         optimizer.apply([rows], [table])
         return ops.round(optimizer.variables[2] * 100)
 
-    known = [keras.Variable(np.ones(2, "float32")) for _ in range(2)]
-    decaying = keras.optimizers.SGD(1.0, weight_decay=0.5)
-    decaying.exclude_from_weight_decay(var_list=known[:1])
-    decaying.build(known)
-    spared = optimizers.weights_without_decay(decaying, known)
-
-    @contextlib.contextmanager
-    def bound():
-        optimizers.rebind_weights(decaying, known, spared)
-        yield
-
-    def with_others():
-        for weight in known:
-            weight.assign([3, 3])
-        decaying.apply([tf.constant([1.0, 1.0])] * 2, known)
-        return [plain(weight) for weight in known]
-
-    for weight in known:
-        set_raw_value(weight, tf.Variable([3.0, 3.0]))
-
     @contextlib.contextmanager
     def numbers():
         models.numbers_of_mirrored_variables()
@@ -335,7 +315,6 @@ def on_tensorflow():
         "numbers_of_mirrored_variables": both(numbers, lambda: float(optimizer.learning_rate) + int(mirrored), 3.0),
         "updating_values": both(lambda: optimizers.updating_values(updating), values, [4.0, 4, 0, 0]),
         "updating_at_once": both(updating_at_once, lambda: in_rows(keras.optimizers.Adagrad(1.0)), [[410.0], [10.0]]),
-        "rebind_weights": both(bound, with_others, [[2.0, 2], [0.5, 0.5]]),
         "set_precision": both(exact, lambda: ops.cast(0.1, "float64"), 0.1),
         "clipping_means": both(
             lambda: clipping_means(lambda gradients: [gradient / 2 for gradient in gradients]),

@@ -32,11 +32,6 @@ def exchange(runner):
     gathered["large"] = [collectives.fits_sockets(large), collectives.gather_by_sockets(large).mean(1).tolist()]
     gathered["too large"] = collectives.fits_sockets(torch.zeros(2**14 + 1))
     gathered["empty"] = collectives.fits_sockets(torch.zeros(0))
-    send, receive = torch.ops.kerasdp.send, torch.ops.kerasdp.receive
-    first, other, second = ((torch.full((size,), 10.0 * size + rank), tag) for size, tag in ((1, 7), (3, 8), (2, 7)))
-    for message in [(first, other, second), (other, first, second)][rank]:
-        send(*message)
-    gathered["by tag"] = [receive(*message, 2).tolist() for message in (other, first, second)]
     buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
     scattered = {name: handed_out(runner, make) for name, make in VALUES.items()}
     found = {

@@ -211,10 +211,9 @@ def test_a_backend_that_is_missing_is_named(tmp_path):
 @pytest.mark.proof  # quick counterpart: tests/cli runs each recipe, in CI from a wheel
 def test_pipeline_recipe(tmp_path):
     """The toy model in all ways: a line each, two pictures, the figures in JSON."""
-    name = BACKENDS[len(BACKENDS) // 2]
     flags = ["--model=recipes/pipeline.py:toy", "--dataset=synthetic(shape=(10,), num_classes=5, num_samples=16)"]
     flags += ["--batch_size=8", "--split_sizes=3,100", "--repetitions=2", "--device=cpu", f"--workdir={tmp_path}"]
-    done = run("recipes/pipeline.py", f"--backend={name}", *flags)
+    done = run("recipes/pipeline.py", *flags)
     assert done.returncode == 0, done.stderr
     names = ["single device", "layer split", "pipelined, split size 3"]  # 100 is above the batch
     for way in names:
@@ -247,11 +246,10 @@ def test_comparison_of_speeds(tmp_path):
 
 @pytest.mark.proof  # of `.ci/run`
 def test_a_pipeline_from_the_command_line(tmp_path):
-    """It says how the model is cut and which micro-batches it tried."""
-    flags = ["--strategy=pipeline", "--stages=2", "--split_size=auto", "--model=mlp", "--max_steps=3", "--device=cpu"]
-    done = train(f"--backend={BACKENDS[len(BACKENDS) // 2]}", *flags, f"--workdir={tmp_path}")
+    """It says how the model is cut."""
+    flags = ["--strategy=pipeline", "--gpus=2", "--model=mlp", "--max_steps=3", "--device=cpu"]
+    done = train("--backend=torch", *flags, f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^split size \d+ is the fastest; tried .*: \d+ ms", done.stdout, re.M)
     assert re.search(r"^    0 +flatten \.\.\. ", done.stdout, re.M) or "stage  layers" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["num_devices"], report["steps"]) == (2, 3)

@@ -449,15 +449,6 @@ def test_a_stage_updates_its_weights_alone():
         assert updated(lambda *_: contextlib.nullcontext()) != [-2, -3]
 
 
-def test_what_does_not_decay_is_copied():
-    weights = dense().trainable_variables
-    optimizer, other = keras.optimizers.AdamW(), keras.optimizers.AdamW()
-    optimizer.exclude_from_weight_decay(var_list=weights[:1])
-    assert optimizers.weights_without_decay(other, weights) == []
-    optimizers.copy_decay_exclusions(optimizer, other)
-    assert optimizers.weights_without_decay(other, weights) == weights[:1]
-
-
 @ON_TORCH
 def test_an_optimizer_updates_variable_by_variable(monkeypatch):
     weights = [keras.Variable(np.zeros(2, "float32")) for _ in range(3)]

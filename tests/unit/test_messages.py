@@ -12,7 +12,7 @@ from kerasdp.errors import UserError, WorkerError
 # As the code has them, and as people in Python read them.
 MESSAGES = [
     ("--gpus: there are 2. Received: 4; use --device=cpu", 'num_devices: there are 2. Received: 4; use device="cpu"'),
-    ("--stages: expected 2, with --gpus=2 or more", "num_stages: expected 2, with num_devices=2 or more"),
+    ("--seed: expected 2, with --gpus=2 or more", "seed: expected 2, with num_devices=2 or more"),
     ("--learning_rate=0.5; try a lower --learning_rate", "learning_rate=0.5; try a lower learning_rate"),
     ("saved in x; resume with --resume", "saved in x; resume with resume=True"),
     ("--resume: cannot read it", "resume: cannot read it"),

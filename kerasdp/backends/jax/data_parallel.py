@@ -113,7 +113,8 @@ class DataParallel(JaxStrategy):
 
         several = self.num_replicas > 1
         context = ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere) if several else None
-        return make_step_functions(model, Shards(self.replicated, self._part_of, self.config.shard), context)
+        shards = Shards(self.replicated, self._part_of, self.config.shard)
+        return make_step_functions(model, shards, context, lambda: self.training_split)
 
     def _part_of(self, shape: Sequence[int]) -> NamedSharding:
         """Returns the sharding of a variable that is cut, if `cut_axis` cuts one of this shape."""
@@ -140,8 +141,9 @@ class DataParallel(JaxStrategy):
         return value if is_here else jax.device_put(value, self.replicated)
 
     def description(self, model: "keras.Model") -> str:
-        """Says how many bytes of all variables a device holds, if it does not hold all."""
-        return held_in_words(model, self.config.shard, self.num_devices)
+        """See `Strategy`; also how many bytes of all variables a device holds, if it does not hold all."""
+        held = held_in_words(model, self.config.shard, self.num_devices)
+        return "\n".join(filter(None, [super().description(model), held]))
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not on all devices."""

@@ -1,10 +1,12 @@
 """JAX: compiles the functions that train, test and predict with a model on all devices."""
 
+import dataclasses
 import functools
 import itertools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
 from kerasdp.backends.steps import TrainedWeights, learning_rate, optimizers_of, variables_of_own_step
+from kerasdp.data.sampling import Split
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
@@ -151,7 +154,12 @@ def _state_of(model: "keras.Model", step: str, shards: Shards) -> ModelState:
     return ModelState(variables, [list(map(sharding_of, each)) for each in variables])
 
 
-def make_step_functions(model: "keras.Model", shards: Shards, context: ReplicaContext | None) -> StepFunctions:
+def make_step_functions(
+    model: "keras.Model",
+    shards: Shards,
+    context: ReplicaContext | None,
+    split_of_training: Callable[[], Split] = lambda: Split(1),
+) -> StepFunctions:
     """Makes jitted train, test and predict functions, again for each set of weights that is trained.
 
     Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
@@ -162,6 +170,7 @@ def make_step_functions(model: "keras.Model", shards: Shards, context: ReplicaCo
         model: built and compiled.
         shards: what the devices hold in parts.
         context: that of the layers in a training step.
+        split_of_training: returns how a batch is split that is trained on.
     """
     from kerasdp.keras_compat.models import own_steps, portable_steps
 
@@ -175,13 +184,18 @@ def make_step_functions(model: "keras.Model", shards: Shards, context: ReplicaCo
             if "train_step" in own:
                 logs, state = model.train_step(state, _packed(data))
                 return (logs.get("loss"), None, logs, {}), state
-            return _train_step(model, state, _cut(data), detail, shards)
+            if len(split_of_training().micro_batches(len(data[3]))) > 1:
+                compute = functools.partial(_in_micro_batches, data=data, split=split_of_training(), context=context)
+                detail = Detail.NOTHING
+            else:
+                compute = functools.partial(_in_one_pass, data=_cut(data), detail=detail)
+            return _train_step(model, state, compute, detail, shards)
 
     def on_state(step: Callable[..., Any], name: str) -> Callable[[Any], Any]:
-        made: dict[tuple[bool, ...], Callable[[Any], Any]] = {}
+        made: dict[Any, Callable[[Any], Any]] = {}
 
         def run(data: Any) -> Any:
-            key = weights.key()
+            key = weights.key(), split_of_training().micro_batch_rows if name == "train" else None
             if key not in made:
                 state = _state_of(model, name, shards)
                 made[key] = _on_state(model, shards.replicated, step, state, is_training=name == "train")
@@ -297,7 +311,29 @@ def _packed(data: tuple[Any, ...]) -> Any:
     return as_keras_gives(_cut(data))
 
 
-def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail, shards: Shards) -> tuple[Any, Any]:
+class Computed(NamedTuple):
+    """What the passes of a training step compute of the global batch, before its update.
+
+    Attributes:
+        loss: scalar.
+        gradients: of the trainable weights.
+        rows: inputs, targets, the model's outputs and sample weights, without padding.
+        non_trainable: new values of the variables that are not trained.
+        metrics: likewise of those of the metrics.
+        found: what `forward_pass` recorded.
+    """
+
+    loss: jax.Array
+    gradients: list[Any]
+    rows: tuple[Any, Any, Any, Any]
+    non_trainable: list[Any]
+    metrics: list[Any]
+    found: dict[str, Any]
+
+
+def _train_step(
+    model: Any, state: Any, compute: Callable[..., Computed], detail: Detail, shards: Shards
+) -> tuple[Any, Any]:
     """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed, and the state.
 
     It is Keras' own step, in one program for all devices: XLA adds the sums over them. Keras' logs hold the mean of the
@@ -305,40 +341,172 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     """
     import keras
 
-    from kerasdp.backends.observer import forward_pass, observed
-    from kerasdp.keras_compat.layers import mask_of, set_mask
+    from kerasdp.backends.observer import observed
     from kerasdp.keras_compat.models import update_loss_metric
+
+    trainable, _, optimizer, _ = state
+    # Forward and backward pass.
+    done = compute(model, state, shards)
+    seen = observed(detail, done.gradients, done.found)
+    # The update.
+    with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
+        rate = learning_rate(model.optimizer)
+    trainable, optimizer = _updated(model, state, shards.cut(done.gradients))
+    trainable = shards.cut(trainable)
+    # The metrics.
+    with keras.StatelessScope(list(zip(model.metrics_variables, done.metrics))) as scope:
+        update_loss_metric(model, done.loss, jax.tree.leaves(done.rows[0])[0].shape[0])
+        logs = model.compute_metrics(*done.rows)
+    metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
+    return (done.loss, rate, logs, seen), (trainable, done.non_trainable, optimizer, metrics)
+
+
+def _in_one_pass(model: Any, state: Any, shards: Shards, data: tuple[Any, Any, Any], detail: Detail) -> Computed:
+    """Computes the global batch at once; `data`: inputs, targets and sample weights, without padding."""
+    import keras
+
+    from kerasdp.backends.observer import forward_pass
+    from kerasdp.keras_compat.layers import mask_of, set_mask
 
     trainable, non_trainable, optimizer, metrics = state
     inputs, targets, sample_weight = data
 
     def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
         # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
-        kept = step_with(kept=set(map(id, model.non_trainable_variables)))
-        with forward_pass(detail, model, inputs) as found, kept:
+        with forward_pass(detail, model, inputs) as found, _keeping_variables_of(model):
             loss, updates = model.compute_loss_and_updates(
                 trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
             )
         # Only tensors leave, without the masks that layers have left at them.
         return loss, (updates, keras.tree.map_structure(mask_of, updates[1]), found)
 
-    # Forward and backward pass.
     compute = shards.gathering(loss_and_updates)
     (_, (updates, masks, found)), gradients = jax.value_and_grad(compute, has_aux=True)(trainable)
     loss, outputs, non_trainable, metrics = updates
     outputs = keras.tree.map_structure(set_mask, outputs, masks)
-    seen = observed(detail, gradients, found)
-    # The update.
-    with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
-        rate = learning_rate(model.optimizer)
-    trainable, optimizer = _updated(model, state, shards.cut(gradients))
-    trainable = shards.cut(trainable)
-    # The metrics.
-    with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope:
-        update_loss_metric(model, loss, jax.tree.leaves(inputs)[0].shape[0])
-        logs = model.compute_metrics(inputs, targets, outputs, sample_weight)
-    metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
-    return (loss, rate, logs, seen), (trainable, non_trainable, optimizer, metrics)
+    return Computed(loss, gradients, (inputs, targets, outputs, sample_weight), non_trainable, metrics, found)
+
+
+def _keeping_variables_of(model: Any) -> AbstractContextManager[None]:
+    return step_with(kept=set(map(id, model.non_trainable_variables)))
+
+
+def _in_micro_batches(
+    model: Any, state: Any, shards: Shards, data: tuple[Any, ...], split: Split, context: ReplicaContext | None
+) -> Computed:
+    """Computes the global batch in micro-batches, one after the other: those of equal size in a loop of the program.
+
+    Args:
+        model: built and compiled.
+        state: the values of its variables, in lists.
+        shards: what the devices hold in parts.
+        data: inputs, targets and sample weights, each device's rows as `Split.rows_of_process` says; and the indices.
+        split: of the batch.
+        context: of a pass over the whole batch; None on one device.
+    """
+    from kerasdp.portability.global_batch import joined_rows
+    from kerasdp.portability.reduction import shares_of
+    from kerasdp.portability.replica_context import FIRST
+
+    rows, total_rows = data[:3], len(data[3])
+    micro_batches = split.micro_batches(total_rows)
+    counts = [sum(each.num_rows for each in replicas) for replicas in micro_batches]
+    shares = shares_of(model, counts, is_weighted=rows[2] is not None, instead="leave out --accumulate")
+    compute = _MicroBatch(model, state, shards, context or ReplicaContext(num_replicas=1), total_rows)
+    size, num_full = micro_batches[0][0].size, counts.count(counts[0])
+
+    def of_device(leaf: jax.Array) -> jax.Array:
+        """Returns an axis of the devices, and then one of the rows of each: nothing moves between them."""
+        return leaf.reshape(split.num_replicas, -1, *leaf.shape[1:])
+
+    def one_by_one(leaf: jax.Array) -> jax.Array:
+        own = of_device(leaf)[:, : num_full * size]
+        own = own.reshape(split.num_replicas, num_full, size, *leaf.shape[1:]).swapaxes(0, 1)
+        return own.reshape(num_full, split.num_replicas * size, *leaf.shape[1:])
+
+    def step(carry: Any, micro_batch: Any) -> tuple[Any, Any]:
+        number, own = micro_batch
+        return compute(carry, own, number * counts[0], counts[0], shares[0])
+
+    full = jax.tree.map(one_by_one, rows)
+    carry, (losses, outputs) = jax.lax.scan(step, compute.begun(), (jnp.arange(num_full, dtype="int32"), full))
+    loss = jnp.sum(losses)
+    parts = [jax.tree.map(lambda leaf, number=number: leaf[number], (full, outputs)) for number in range(num_full)]
+    if num_full < len(counts):
+        last = jax.tree.map(
+            lambda leaf: of_device(leaf)[:, num_full * size :].reshape(-1, *leaf.shape[1:])[: counts[-1]], rows
+        )
+        carry, (loss_of_last, outputs) = compute(carry, last, num_full * counts[0], counts[-1], shares[-1])
+        loss, parts = loss + loss_of_last, [*parts, (last, outputs)]
+    inputs, targets, sample_weight = joined_rows([own for own, _ in parts], counts, lambda *_: FIRST)
+    outputs = joined_rows([outputs for _, outputs in parts], counts, compute.context.output_axis)
+    gradients, non_trainable, metrics = carry
+    return Computed(loss, gradients, (inputs, targets, outputs, sample_weight), non_trainable, metrics, {})
+
+
+class _MicroBatch:
+    """Computes one micro-batch after the other; what is carried: sums of gradients, and values of variables."""
+
+    def __init__(self, model: Any, state: Any, shards: Shards, context: ReplicaContext, total_rows: int):
+        from kerasdp.keras_compat.layers import seed_variables
+        from kerasdp.portability.layer_calls import AddedLosses
+        from kerasdp.portability.row_search import row_axes_of
+
+        self.model, self.state, self.shards, axes = model, state, shards, row_axes_of(model)
+        self.context = dataclasses.replace(
+            context, total_rows=total_rows, row_axes=axes, adds=AddedLosses(axes), is_micro_batch=True
+        )
+        seeds = {id(variable) for variable in seed_variables(model)}
+        self.seeds = [place for place, each in enumerate(model.non_trainable_variables) if id(each) in seeds]
+
+    def begun(self) -> tuple[Any, Any, Any]:
+        """Returns what is carried to the first one."""
+        trainable, non_trainable, _, metrics = self.state
+        return self.shards.cut([jnp.zeros_like(value) for value in trainable]), non_trainable, metrics
+
+    def __call__(self, carry: Any, data: Any, first_row: Any, num_rows: int, share: float) -> tuple[Any, Any]:
+        """Adds a micro-batch to what is carried; returns that, and its share of the loss, and its outputs."""
+        import keras
+
+        from kerasdp.keras_compat.models import losses_of_whole_batch
+
+        model, (trainable, begun, optimizer, _), (sums, non_trainable, metrics) = self.model, self.state, carry
+        non_trainable = [begun[place] if place in self.seeds else each for place, each in enumerate(non_trainable)]
+        context = dataclasses.replace(
+            self.context, num_rows=num_rows, rows=num_rows, first_row=first_row, calling=[], regularized={}, _calls={}
+        )
+        row_share = num_rows / context.total_rows
+
+        def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
+            training = {"training": True} if "training" in model.call_signature_parameters else {}
+            with use(context), _keeping_variables_of(model):
+                outputs, new, penalties = model.stateless_call(
+                    trainable, non_trainable, data[0], return_losses=True, **training
+                )
+            with losses_of_whole_batch(share / row_share):
+                loss, new_metrics = _compiled_loss(model, metrics, data, outputs)
+            loss = sum((jnp.sum(penalty) * row_share for penalty in penalties), loss * share)
+            with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
+                return model.optimizer.scale_loss(loss), (loss, outputs, new, new_metrics)
+
+        compute = self.shards.gathering(loss_and_updates)
+        gradients, (loss, outputs, new, metrics) = jax.grad(compute, has_aux=True)(trainable)
+        return (self.shards.cut(jax.tree.map(jnp.add, sums, gradients)), new, metrics), (loss, outputs)
+
+
+def _compiled_loss(model: Any, metrics: list[Any], data: Any, outputs: Any) -> tuple[Any, list[Any]]:
+    """Computes the loss that `compile` made; returns it, and the new values of all metrics."""
+    import keras
+
+    from kerasdp.keras_compat.models import compiled_loss
+    from kerasdp.portability.global_batch import refuse_masks
+    from kerasdp.portability.random import portable_draws
+
+    refuse_masks(model, outputs)
+    compiled = compiled_loss(model)
+    with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope, portable_draws("a loss"):
+        loss = jnp.zeros(()) if compiled is None else compiled(data[1], outputs, data[2])
+    return loss, [scope.get_current_value(variable) for variable in model.metrics_variables]
 
 
 def _updated(model: Any, state: Any, gradients: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +77,8 @@ class DataParallel(TensorFlowStrategy):
         """Splits a batch over the devices: lists with an entry a device."""
         import keras
 
-        names, own = self.device_names, self.split.replicas(len(batch.indices))
-        places = [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(each.size for each in own)])]
+        names, size = self.device_names, len(batch.own_indices) // self.num_replicas
+        places = [slice(first, first + size) for first in range(0, len(batch.own_indices), size)]
 
         def each(data: Structure) -> list[Structure]:
             return [
@@ -195,7 +194,7 @@ class DataParallel(TensorFlowStrategy):
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
             kind = kind_of([shards[0] for shards in data[0]])
-            key = weights.key(), len(data), num_rows, kind
+            key = weights.key(), len(data), num_rows, self.training_split.micro_batch_rows, kind
             return graphs.run(key, run_shards, data, model.jit_compile or None)
 
         return function

@@ -1,13 +1,15 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
+from kerasdp.backends.steps import Pass, ShardSteps, all_variables, learning_rate, restart_seeds
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.gradients import dense
@@ -18,6 +20,9 @@ from kerasdp.portability.replica_context import gather_shards, use
 from kerasdp.runtime.memory import give_back
 from kerasdp.runtime.run_state import Detail
 
+if TYPE_CHECKING:
+    from kerasdp.portability.global_batch import GlobalBatch
+
 
 class ReplicaSteps(ShardSteps):
     """Runs the steps of a model in each replica."""
@@ -27,7 +32,7 @@ class ReplicaSteps(ShardSteps):
 
         `batch` is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
         """
-        from kerasdp.backends.observer import forward_pass, observed
+        from kerasdp.backends.observer import observed
         from kerasdp.keras_compat.layers import is_next_value
         from kerasdp.keras_compat.optimizers import has_branches
 
@@ -35,22 +40,15 @@ class ReplicaSteps(ShardSteps):
         if "train_step" in self.own:
             logs, _ = self.own_step("train_step", batch)
             return logs.get("loss"), None, logs, {}
-        with tf.GradientTape() as tape:
-            # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-            with use(self.context(batch)) as context, forward_pass(detail, model, batch.inputs) as recorded:
-                outputs = self.forward(model, batch.inputs, training=True)
-            # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-            whole = self.global_batch(batch, outputs, context, training=True)
-            scaled_loss = self.scaled_loss(whole)
-        whole.share_metrics()
-        # The backward pass, and the mean of the gradients over the replicas (2), in one message with the metrics (3).
-        variables = model.trainable_weights
-        gradients = dense(tape.gradient(scaled_loss, variables))
-        take_apart: Callable[[], tuple[list[Any], dict[str, Tensor]]] = lambda: (gradients, {})  # noqa: E731
-        if context is not None:
+        gradients, whole, recorded = self._passes(self.passes(batch), detail)
+        detail = detail if recorded else Detail.NOTHING
+        # The mean of the gradients over the replicas (2), in one message with the metrics (3).
+        variables, shared = model.trainable_weights, whole.sums.shared
+        take_apart: Callable[[], tuple[list[Any], dict[str, Tensor]]] = lambda: (gradients, shared)  # noqa: E731
+        if strategy.num_replicas > 1:
             next_values = self.next_values(gradients, variables)
             averaged = [None if is_next_value(weight) else each for each, weight in zip(gradients, variables)]
-            received = collectives.mean(averaged, whole.shared)
+            received = collectives.mean(averaged, shared)
             take_apart = lambda: (self.joined((found := received())[0], next_values), found[1])  # noqa: E731
         means, sums = take_apart()
         observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)
@@ -76,6 +74,69 @@ class ReplicaSteps(ShardSteps):
             update()
         loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
+
+    def _passes(self, passes: list[Pass], detail: Detail) -> tuple[list[Any], "GlobalBatch", dict[str, Any]]:
+        """Makes the forward and backward passes of a training step on a replica's rows, one after the other.
+
+        Returns:
+            The gradients of this replica's share of the loss; loss and metrics; and what was recorded of one pass.
+        """
+        from kerasdp.keras_compat.layers import seed_variables
+        from kerasdp.portability.global_batch import added
+
+        if len(passes) == 1:
+            return self._pass(passes[0], detail)
+        made: dict[int, GlobalBatch] = {}
+        seeds = [(seed, tf.identity(seed.value)) for seed in seed_variables(self.model)]
+
+        def micro_batch(one: Pass, data: Structure, first_row: Any, begun: list[Tensor]) -> tuple[list[Any], Any]:
+            restart_seeds(list(zip((seed for seed, _ in seeds), begun)))
+            one = one._replace(batch=DeviceBatch(*data, one.batch.indices))
+            gradients, whole, _ = self._pass(one, Detail.NOTHING, first_row)
+            made[len(one.batch.indices)] = whole
+            return gradients, whole.sums
+
+        gradients: list[Any] = []
+        sums, before = None, list[Tensor]()
+        compute = {len(one.batch.indices): self._called(functools.partial(micro_batch, one)) for one in passes}
+        for one in passes:
+            # TensorFlow would otherwise make all forward passes first, and keep all that they leave in memory.
+            with tf.control_dependencies(before):
+                data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), one.batch[:3])
+                first_row, begun = one.replicas[self.rank()].first, [value for _, value in seeds]
+                own, left = compute[len(one.batch.indices)](data, first_row, begun)
+                gradients, sums = _added(gradients, own) if gradients else own, added(sums, left)
+            before = [each for each in gradients if each is not None]
+        whole = made[len(passes[-1].batch.indices)]
+        whole.sums = sums
+        return gradients, whole, {}
+
+    def _called(self, function: Callable[..., Structure]) -> Callable[..., Structure]:
+        """Returns a function that stays one call in graphs, with one replica: several cannot meet within one."""
+        if self.strategy.num_replicas > 1 or tf.executing_eagerly():
+            return function
+        in_graphs = tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+        # Not a Python number: TensorFlow (2.21) makes a copy of a function for each that it is called with.
+        return lambda data, first_row, begun: in_graphs(data, tf.convert_to_tensor(first_row), begun)
+
+    def _pass(
+        self, one: Pass, detail: Detail, first_row: Any = None
+    ) -> tuple[list[Any], "GlobalBatch", dict[str, Any]]:
+        """Makes one forward and backward pass; see `_passes`. `first_row`: of the replica; None: as `one` says."""
+        from kerasdp.backends.observer import forward_pass
+
+        model, batch, context = self.model, one.batch, self.context_of_pass(one)
+        if context is not None and first_row is not None:
+            context = dataclasses.replace(context, first_row=first_row)
+        with tf.GradientTape() as tape:
+            # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
+            with use(context), forward_pass(detail, model, batch.inputs) as recorded:
+                outputs = self.forward(model, batch.inputs, training=True)
+            # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
+            whole = self.trained_pass(one, outputs, context)
+            scaled_loss = self.scaled_loss(whole)
+        whole.share_metrics()
+        return dense(tape.gradient(scaled_loss, model.trainable_weights)), whole, recorded
 
     @contextlib.contextmanager
     def around(self, name: str) -> Iterator[None]:
@@ -140,6 +201,10 @@ class ReplicaSteps(ShardSteps):
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `ShardSteps`."""
         return collectives.mean([], tensors)()[1] if tensors else {}
+
+
+def _added(sums: list[Any], gradients: list[Any]) -> list[Any]:
+    return [one if other is None else other if one is None else one + other for one, other in zip(sums, gradients)]
 
 
 def updating_at_once() -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import struct
 import tempfile
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -159,14 +159,11 @@ class _Sockets:
         if self.rank == 0:
             shutil.rmtree(folder)
 
-    def send(self, own: np.ndarray, tag: int) -> None:
-        """Sends bytes to all others, for their `receive` of that tag."""
+    def gather(self, own: np.ndarray, tag: int) -> np.ndarray:
+        """Returns the bytes of all ranks that they give with this tag, in rows. `own`: equally many on each rank."""
         message = _HEAD.pack(tag, own.size) + own.tobytes()
         for connection in self.others.values():
             connection.sendall(message)
-
-    def receive(self, own: np.ndarray, tag: int) -> np.ndarray:
-        """Returns the bytes of all ranks, in rows. `own`: equally many on each rank."""
         gathered = np.empty((self.size, own.size), np.uint8)
         gathered[self.rank] = own
         for rank in self.others:
@@ -215,40 +212,20 @@ def fits_sockets(tensor: torch.Tensor) -> bool:
 
 
 def gather_by_sockets(tensor: torch.Tensor) -> torch.Tensor:
-    """Stacks the tensor of all ranks along a new first axis. Not differentiable.
-
-    In a graph that is being captured these are two operations, `kerasdp::send` and `kerasdp::receive`: what lies
-    between them is computed while the messages travel.
-    """
-    own = torch.ops.kerasdp.send(tensor.detach().contiguous(), 0)
-    return torch.ops.kerasdp.receive(own, 0, _connected_sockets().size)
-
-
-def _connected_sockets() -> _Sockets:
+    """Stacks the tensor of all ranks along a new first axis. Not differentiable."""
     if _sockets is None:
         raise RuntimeError("gather_by_sockets: expected a call of connect_sockets before it. Received: none")
-    return _sockets
+    return torch.ops.kerasdp.gather(tensor.detach().contiguous(), 0, _sockets.size)
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _send(own: torch.Tensor, tag: int) -> torch.Tensor:
-    _connected_sockets().send(_bytes_of(own), tag)
-    return own.clone()  # an operation that gives an argument back is refused
-
-
-def _receive(own: torch.Tensor, tag: int, size: int) -> torch.Tensor:
-    return torch.from_numpy(_connected_sockets().receive(_bytes_of(own), tag)).view(own.dtype).reshape(size, *own.shape)
+def _gather(own: torch.Tensor, tag: int, size: int) -> torch.Tensor:
+    gathered = cast(_Sockets, _sockets).gather(own.reshape(-1).view(torch.uint8).numpy(), tag)
+    return torch.from_numpy(gathered).view(own.dtype).reshape(size, *own.shape)
 
 
 # The messages of a tag are received in the order in which they were sent. Not by `torch.library.custom_op`, each call
 # of which takes as long (torch 2.13) as sending and receiving.
 _operations = torch.library.Library("kerasdp", "DEF")
-_operations.define("send(Tensor own, int tag) -> Tensor")
-_operations.define("receive(Tensor own, int tag, int size) -> Tensor")
-_operations.impl("send", _send, "CPU")
-_operations.impl("receive", _receive, "CPU")
-_operations.impl("send", lambda own, tag: torch.empty_like(own), "Meta")
-_operations.impl("receive", lambda own, tag, size: own.new_empty((size, *own.shape)), "Meta")
+_operations.define("gather(Tensor own, int tag, int size) -> Tensor")
+_operations.impl("gather", _gather, "CPU")
+_operations.impl("gather", lambda own, tag, size: own.new_empty((size, *own.shape)), "Meta")

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.steps import (
+    Pass,
     TrainedWeights,
     all_variables,
     learning_rate,
@@ -25,10 +26,10 @@ from kerasdp.backends.torch.graph_passes import (
     bring_to_device,
     fold_padding,
     keep_channels_last,
+    number_messages,
     overlap_parts,
     refuse_draws,
     refuse_exchanges,
-    send_early,
 )
 from kerasdp.backends.torch.parts import Means, Parts
 from kerasdp.backends.torch.private import (
@@ -121,7 +122,7 @@ class CompiledStep:
 
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
-        key = (detail, len(batch.indices), self.kind(), *shapes)
+        key = (detail, len(batch.indices), self.strategy.training_split.micro_batch_rows, self.kind(), *shapes)
         if key in self.graphs:
             return self._run(self.graphs[key], data)
         if self.reason:
@@ -156,7 +157,7 @@ class CompiledStep:
         if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
             return None
-        compiler = _Compiler(processes, inductor_options(self.strategy, graph.meta["keeps_order"]))
+        compiler = _Compiler(processes, inductor_options(self.strategy))
         compiled = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
         try:
             result = self._run(compiled, data)
@@ -199,7 +200,7 @@ class CompiledStep:
             self._bring_to_device(graph)
         if self.parts is not None:
             overlap_parts(graph.graph)
-        graph.meta["keeps_order"] = send_early(graph.graph)
+        number_messages(graph.graph)
         graph.recompile()
         return graph
 
@@ -225,12 +226,13 @@ class CompiledTraining(CompiledStep):
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
-        from kerasdp.backends.observer import forward_pass, observed
+        from kerasdp.backends.observer import observed
         from kerasdp.keras_compat.layers import is_next_value
         from kerasdp.keras_compat.optimizers import deciding_on_device
 
         model, strategy = self.model, self.strategy
-        trained = {id(variable) for variable in model.trainable_weights}
+        trained, passes = {id(variable) for variable in model.trainable_weights}, self.steps.passes(batch)
+        detail = detail if len(passes) == 1 else Detail.NOTHING
         leaves = {
             id(variable): value.detach().requires_grad_()
             for variable, value in zip(self.variables, values)
@@ -238,31 +240,27 @@ class CompiledTraining(CompiledStep):
         }
         averaged = {id(each) for each in model.trainable_weights if not is_next_value(each)}
         buckets = GradientBuckets(strategy, leaves, averaged, self.parts)
-        # What is assigned stays in the scope.
-        begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
-        with torch.enable_grad(), self.scope(begun) as passes:
-            context = self.steps.context(batch)
-            with use(context), forward_pass(detail, model, batch.inputs) as found:
-                outputs = self.steps.forward(model, batch.inputs, training=True)
-            whole = self.steps.global_batch(batch, outputs, context, training=True)
-            scaled_loss = self.steps.scaled_loss(whole)
-        with torch.no_grad():
-            whole.share_metrics()
         variables = model.trainable_weights[:]
-        wanted = [leaves[id(variable)] for variable in variables]
-        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
-        gradients, shared = buckets.mean(own, variables, flat(whole.shared))
+        # What is assigned stays in the scopes.
+        begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
+        if len(passes) == 1:
+            buckets.take_as_they_come()
+            own, whole, found, scope = self._pass(passes[0], begun, detail)
+        else:
+            own, whole, found, scope = self._micro_batches(passes, begun)
+            buckets.take({id(variable): gradient for variable, gradient in zip(variables, own)})
+        gradients, shared = buckets.mean(own, variables, flat(whole.sums.shared))
         if strategy.num_replicas > 1:
             gradients = self.steps.joined(gradients, self.steps.next_values(gradients, variables))
         between = [
             (
                 variable,
-                self._own(variable, value if id(variable) in trained else _held(passes, variable, value)),
+                self._own(variable, value if id(variable) in trained else _held(scope, variable, value)),
             )
             for variable, value in zip(self.variables, values)
         ]
         with torch.no_grad(), self._updating(between) as updates:
-            loss = whole.take(unflat(shared, whole.shared))
+            loss = whole.take(unflat(shared, whole.sums.shared))
             whole.move_statistics()
             if self.parts is not None and detail != Detail.NOTHING:
                 seen = observed(detail, self.parts.whole_gradients(gradients), found)
@@ -272,8 +270,52 @@ class CompiledTraining(CompiledStep):
             with deciding_on_device(model.optimizer):
                 model.optimizer.apply(gradients, variables)
             logs = whole.update_metrics(loss)
-        self.write(values, passes, updates)
+        self.write(values, scope, updates)
         return loss, rate, logs, seen
+
+    def _pass(self, one: Pass, begun: list[tuple[Any, torch.Tensor]], detail: Detail) -> tuple[Any, ...]:
+        """Makes a forward and backward pass.
+
+        `begun`: the variables with their values.
+
+        Returns:
+            Gradients of this rank's share of the loss; loss and metrics; what was recorded; and the scope that holds
+            what was assigned.
+        """
+        from kerasdp.backends.observer import forward_pass
+
+        with torch.enable_grad(), self.scope(begun) as scope:
+            context = self.steps.context_of_pass(one)
+            with use(context), forward_pass(detail, self.model, one.batch.inputs) as found:
+                outputs = self.steps.forward(self.model, one.batch.inputs, training=True)
+            whole = self.steps.trained_pass(one, outputs, context)
+            scaled_loss = self.steps.scaled_loss(whole)
+        with torch.no_grad():
+            whole.share_metrics()
+        values = {id(variable): value for variable, value in begun}
+        wanted = [values[id(variable)] for variable in self.model.trainable_weights]
+        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
+        return own, whole, found, scope
+
+    def _micro_batches(self, passes: list[Pass], begun: list[tuple[Any, torch.Tensor]]) -> tuple[Any, ...]:
+        """Makes the passes of micro-batches, one after the other, and adds up what `_pass` returns."""
+        from kerasdp.keras_compat.layers import seed_variables
+        from kerasdp.portability.global_batch import added
+
+        # Random layers begin each with the seeds of the step; all else goes from one to the next.
+        fixed = {id(variable) for variable in (*seed_variables(self.model), *self.model.trainable_weights)}
+        sums, total, values = None, None, begun
+        for one in passes:
+            own, whole, found, scope = self._pass(one, values, Detail.NOTHING)
+            total = own if total is None else [
+                each if other is None else other if each is None else each + other for each, other in zip(total, own)
+            ]  # fmt: skip
+            sums = whole.sums = added(sums, whole.sums)
+            values = [
+                (variable, value if id(variable) in fixed else _held(scope, variable, value))
+                for variable, value in values
+            ]
+        return total, whole, found, scope
 
     def _own(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
         """Returns what this process updates of a variable."""
@@ -349,8 +391,8 @@ def _held(scope: Any, variable: Any, value: torch.Tensor) -> torch.Tensor:
     return value if new is value else new.detach()
 
 
-def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:
-    """Returns what Inductor (2.13) is told; `keeps_order`: whether a step exchanges messages in an order of its own."""
+def inductor_options(strategy: Any) -> dict[str, bool]:
+    """Returns what Inductor (2.13) is told."""
     # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
     options = {"layout_optimization": False}
     if strategy.is_gpu and (strategy.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
@@ -361,8 +403,6 @@ def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:
         # It times several ways to sum, and to multiply with padding, and takes the fastest: another one in a resumed
         # run, or on another rank, whose weights would differ from then on.
         options["deterministic"] = True
-    if keeps_order:  # it would send late, and receive at once
-        options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
     return options
 
 
@@ -440,7 +480,7 @@ class GradientBuckets:
     """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
     def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Parts | None = None):
-        """Hooks itself to the gradients of `leaves`, by the id of their variable.
+        """Takes no gradients yet.
 
         Args:
             strategy: of the run.
@@ -448,7 +488,7 @@ class GradientBuckets:
             averaged: those of them whose gradients are averaged, by the same.
             parts: that are averaged, if any.
         """
-        self.num_replicas, self.parts = strategy.num_replicas, parts
+        self.num_replicas, self.parts, self._leaves = strategy.num_replicas, parts, leaves
         # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
         # What was sent, with the sum on its way.
@@ -456,10 +496,17 @@ class GradientBuckets:
         # Of a weight that is held in parts, the backward pass gives this process its own of the mean.
         self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
         self.own |= leaves.keys() - averaged
-        if strategy.num_replicas > 1:
-            for key, leaf in leaves.items():
-                if key not in self.own:
-                    leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
+
+    def take_as_they_come(self) -> None:
+        """Hooks itself to the leaves: the next backward pass gives each gradient as soon as it has it."""
+        for key, leaf in self._leaves.items():
+            leaf.register_hook(lambda gradient, key=key: self.take({key: gradient}))
+
+    def take(self, gradients: dict[int, torch.Tensor | None]) -> None:
+        """Takes gradients by the id of their variable; sends those that fill a bucket."""
+        for key, gradient in gradients.items() if self.num_replicas > 1 else ():
+            if gradient is not None and key not in self.own:
+                self._add(key, gradient)
 
     def _add(self, key: int, gradient: torch.Tensor) -> None:
         is_cut = self.parts is not None and self.parts.axes.get(key) is not None

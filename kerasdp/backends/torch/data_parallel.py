@@ -218,5 +218,6 @@ class DataParallel(TorchStrategy):
         return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
 
     def description(self, model: Any) -> str:
-        """Returns how much of the model a process holds, if not all."""
-        return held_in_words(model, self.config.shard, self.num_replicas) if self.config.shard != "none" else ""
+        """See `Strategy`; also how much of the model a process holds, if not all."""
+        held = held_in_words(model, self.config.shard, self.num_replicas)
+        return "\n".join(filter(None, [super().description(model), held]))

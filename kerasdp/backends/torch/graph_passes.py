@@ -199,31 +199,10 @@ def _crops(backward: Node) -> list[Node] | None:
     return crops if all(crop.target is _aten.constant_pad_nd.default for crop in crops) else None
 
 
-def send_early(graph: Graph) -> bool:
-    """Puts what does not depend on messages of other ranks between sending and receiving them; whether there are any.
-
-    In the backward pass of batch norm over the global batch: the gradients of the weights of the layers after it.
-    """
-    sends = graph.find_nodes(op="call_function", target=torch.ops.kerasdp.send.default)
-    if sends:
-        _split_convolutions(graph)
-    for tag, send in enumerate(sends):  # in the order of the program, so the same on all ranks
-        (receive,) = send.users
-        send.args, receive.args = (send.args[0], tag), (send, tag, receive.args[2])
-        needed, ahead = set(), [send]
-        while ahead:
-            node = ahead.pop()
-            if node not in needed:
-                needed.add(node)
-                ahead += node.all_input_nodes
-        node, place = send.prev, receive
-        while node.op == "call_function" and node.target is not torch.ops.kerasdp.receive.default:
-            before = node.prev
-            if node not in needed:
-                place.prepend(node)
-                place = node
-            node = before
-    return bool(sends)
+def number_messages(graph: Graph) -> None:
+    """Numbers the messages through sockets in the order of the program: ranks may compile it in another order."""
+    for tag, gather in enumerate(graph.find_nodes(op="call_function", target=torch.ops.kerasdp.gather.default)):
+        gather.args = (gather.args[0], tag, gather.args[2])
 
 
 def overlap_parts(graph: Graph) -> None:
@@ -256,19 +235,3 @@ def overlap_parts(graph: Graph) -> None:
             following = following.next
         for node in cone:
             following.prepend(node)
-
-
-def _split_convolutions(graph: Graph) -> None:
-    """Splits the backward passes of convolutions: that of the input, which others wait for, and that of the weights."""
-    for both in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
-        arguments, (for_input, for_kernel, for_bias) = both.args[:-1], both.args[-1]
-        if not (for_input and for_kernel):
-            continue
-        halves = []
-        for wanted in ([True, False, False], [False, True, for_bias]):
-            with graph.inserting_before(both):
-                halves.append(graph.call_function(both.target, (*arguments, wanted)))
-            halves[-1].meta = dict(both.meta)
-        for part in list(both.users):
-            part.replace_input_with(both, halves[min(part.args[1], 1)])
-        graph.erase_node(both)

@@ -1,17 +1,14 @@
 """PyTorch: trains models in stages, in a process per device, with the schedules of torch.distributed.pipelining."""
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from kerasdp.backends.base import DeviceBatch, PipelineEngine, StagedModels, StepFunctions, Trained
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
 from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.torch.collectives import sum_over_ranks
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
@@ -19,11 +16,11 @@ from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
-    from kerasdp.pipeline.partition import MeasuringDevice
 
 
 class PipelineParallel(TorchStrategy):
@@ -41,9 +38,7 @@ class PipelineParallel(TorchStrategy):
     def __init__(self, devices: Devices, config: Config):
         """Joins the process groups. Call before Keras is imported."""
         super().__init__(devices, config)
-        self.stages: StagedModels[Pipeline] = StagedModels(
-            config, lambda model: Pipeline(model, self), self.shard_batch
-        )
+        self.stages = Stages(self)
         if devices.count == 1 and not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -97,54 +92,91 @@ class PipelineParallel(TorchStrategy):
         )
 
 
-class Pipeline(PipelineEngine):
-    """Trains a model of which this process holds some stages."""
+class Stages:
+    """The pipelines of the models of a run, and when they are made.
 
-    def __init__(self, model: Any, strategy: Any):
+    Args:
+        strategy: of the run.
+    """
+
+    def __init__(self, strategy: PipelineParallel):
+        self._strategy = strategy
+        self._pipelines: ModelCache[Pipeline] = ModelCache()
+
+    def engine_of(self, model: Any) -> "Pipeline":
+        """Returns the pipeline of a model, made on the first call, and again once the model is compiled again."""
+        pipeline = self._pipelines.get(model)
+        if pipeline is None or pipeline.is_stale:
+            pipeline = Pipeline(model, self._strategy)
+            self._pipelines.put(model, pipeline)
+        return pipeline
+
+    def tune(self, model: Any, num_rows: int) -> None:
+        """Lets micro-batches have the size that suits batches of `num_rows` rows."""
+        from kerasdp.pipeline.plan import with_rows
+
+        pipeline = self.engine_of(model)
+        pipeline.plan = with_rows(pipeline.plan, self._strategy.config, num_rows)
+
+    def micro_batch_rows(self, model: Any) -> int:
+        """Returns the rows of a micro-batch, over all pipelines."""
+        return self.engine_of(model).plan.size
+
+
+class Pipeline:
+    """Trains a model of which this process holds a stage.
+
+    Attributes:
+        plan: how model and batch are cut.
+        step: that of the latest batch.
+    """
+
+    def __init__(self, model: Any, strategy: PipelineParallel):
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.pipeline.plan import make_plan
 
-        self.strategy, processes = strategy, strategy.processes
+        self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
+        self._compiled_with = self._made_by_compile()
         with strategy.scope():  # where the weights still are
-            measuring = measuring_on(strategy.device)
-            plan = make_plan(model, strategy.config, strategy.num_devices, processes.broadcast_from_rank0, measuring)
-        super().__init__(model, plan, processes)
+            self.plan = make_plan(model, strategy.config, strategy.num_devices)
         self.group, self.replica_group = strategy.stage_group, strategy.replica_group
-        self.rank_in_pipeline, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        # A stage for each process of a pipeline.
+        self.number, self.num_stages = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.pipeline_index, self.num_pipelines = (
             dist.get_rank(self.replica_group),
             dist.get_world_size(self.replica_group),
         )
-        self.stages = {
-            number: StageModule(self, stage, number)
-            for number, stage in enumerate(self.plan.stages)
-            if number % self.num_ranks == self.rank_in_pipeline
-        }
-        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
+        self.has_last = self.number == self.num_stages - 1
+        self.stage = StageModule(self, self.plan.stages[self.number], self.number)
+        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights) or any(
             layer.activity_regularizer is not None for layer in all_layers(model)
         )
         # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
-        own = [variable for number in self.stages for variable in self.variables_of(number)]
-        for variable in [*own, *self.shared, *model.metrics_variables]:
+        for variable in [*self.variables_of(self.number), *self.shared, *model.metrics_variables]:
             variable.value.data = variable.value.data.to(strategy.device)
-        self.step: PipelineStep  # that of the latest batch
+        self.step: PipelineStep
         self._schedules: dict[tuple[int, int, bool], Any] = {}
+
+    def _made_by_compile(self) -> tuple[Any, ...]:
+        from kerasdp.keras_compat.models import made_by_compile
+
+        return getattr(self.model, "optimizer", None), *made_by_compile(self.model)
+
+    @property
+    def is_stale(self) -> bool:
+        """Returns whether the model was compiled again since the pipeline was made."""
+        return any(new is not old for new, old in zip(self._made_by_compile(), self._compiled_with))
 
     @property
     def size(self) -> int:
         """Returns this pipeline's rows of a micro-batch."""
         return self.plan.size // self.num_pipelines
 
-    @property
-    def has_last(self) -> bool:
-        """Returns whether the last stage is one of this process's."""
-        return len(self.plan.stages) - 1 in self.stages
-
     def own_variables(self) -> list[Any]:
-        """Returns the variables of this process's stages."""
-        return [variable for stage in self.stages.values() for variable in stage.model.variables]
+        """Returns the variables of this process's stage."""
+        return self.stage.model.variables
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Trains on the global batch; returns its loss, the learning rate, and Keras' logs."""
@@ -156,7 +188,7 @@ class Pipeline(PipelineEngine):
         weights = [weight for stage in self.stages.values() for weight in stage.model.trainable_variables]
         self._all_reduce_gradients([weight.value for weight in weights])
         penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
-        of_weights = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
+        of_weights = weight_penalties(self.stage.model)
         if of_weights:
             (sum(of_weights) * step.scale).backward()
             penalty = penalty + sum(of_weights).detach()
@@ -166,28 +198,14 @@ class Pipeline(PipelineEngine):
             loss, logs = self._measure(batch, self._outputs(), total_penalty)
             return loss, rate, logs
 
-    def seconds_without_update(self, batch: DeviceBatch) -> float:
-        """Returns the seconds of a training step's passes, which leave no trace in any variable."""
-        variables = [variable for stage in self.stages.values() for variable in stage.model.non_trainable_variables]
-        kept = [variable.value.clone() for variable in variables]
-        with self.strategy.running(self.model):
-            dist.barrier()
-            begin = time.perf_counter()
-            self._run(batch, training=True)
-            dist.barrier()
-            seconds = time.perf_counter() - begin
-        self.model.zero_grad()
-        for variable, value in zip(variables, kept):
-            variable.assign(value)
-        return seconds
-
     def test_step(self, batch: DeviceBatch) -> dict[str, Any]:
         """Evaluates the global batch; returns Keras' logs."""
         from kerasdp.keras_compat.layers import weight_penalties
 
         outputs = self.predict_step(batch)
-        penalties = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
-        penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
+        penalty = sum(
+            weight_penalties(self.stage.model) + self.step.penalties, torch.zeros((), device=self.strategy.device)
+        )
         (total,) = self._sum_over_stages([penalty]) if self.has_penalties else (penalty,)
         return self._measure(batch, outputs, total)[1]
 
@@ -200,7 +218,7 @@ class Pipeline(PipelineEngine):
         micro_batches = self.plan.micro_batches(len(batch.indices))
         self.step = PipelineStep(self, batch, micro_batches, training)
         schedule = self._schedule(len(micro_batches), training)
-        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.rank_in_pipeline == 0 else []
+        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.number == 0 else []
         target = torch.arange(len(micro_batches)) if training and self.has_last else None
         schedule.step(*inputs, target=target, return_outputs=False)
 
@@ -220,22 +238,14 @@ class Pipeline(PipelineEngine):
         if key in self._schedules:
             return self._schedules[key]
         name = self.plan.schedule_for(num_micro_batches) if training else "gpipe"
-        kind = {
-            "gpipe": pipelining.ScheduleGPipe,
-            "1f1b": pipelining.Schedule1F1B,
-            "interleaved1f1b": pipelining.ScheduleInterleaved1F1B,
-        }[name]
-        rounds = max(1, num_micro_batches // self.num_ranks)
-        if len(self.stages) > 1 and (name == "gpipe" or num_micro_batches % rounds):
-            kind = pipelining.ScheduleLoopedBFS  # all forward passes first, with several stages per device
-        stages = [stage.stage() for stage in self.stages.values()]
-        schedule = kind(
-            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+        kind = pipelining.ScheduleGPipe if name == "gpipe" else pipelining.Schedule1F1B
+        schedule: Any = kind(
+            self.stage.stage(),
             n_microbatches=num_micro_batches,
             loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number[0]))) if training else None,
             scale_grads=False,
         )
-        schedule.is_whole = kind in (pipelining.ScheduleGPipe, pipelining.ScheduleLoopedBFS)
+        schedule.is_whole = name == "gpipe"
         self._schedules[key] = schedule
         return schedule
 
@@ -283,13 +293,13 @@ class Pipeline(PipelineEngine):
     def _sum_over_stages(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Returns the sums over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
         totals = torch.stack([value.double() for value in values])
-        if self.num_ranks > 1:
+        if self.num_stages > 1:
             dist.all_reduce(totals, group=self.group)
         return totals
 
     def _outputs(self) -> Any:
         """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
-        step, source = self.step, dist.get_global_rank(self.group, (len(self.plan.stages) - 1) % self.num_ranks)
+        step, source = self.step, dist.get_global_rank(self.group, self.num_stages - 1)
         outputs = []
         for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
             if self.has_last:
@@ -297,7 +307,7 @@ class Pipeline(PipelineEngine):
             else:
                 shape = (step.micro_batches.num_rows, *step.shapes[place])
                 leaf = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device=self.strategy.device)
-            if self.num_ranks > 1:
+            if self.num_stages > 1:
                 dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
             outputs.append(leaf)
         return self.plan.outputs(outputs)
@@ -326,12 +336,8 @@ class Pipeline(PipelineEngine):
         if self.optimizer is None:
             return [], None
         slots = {id(slot) for slot in slots_of(self.optimizer, len(self.model.trainable_variables)).values()}
-        busy = {
-            number % self.num_ranks
-            for number, stage in enumerate(self.plan.stages)
-            if stage.model.trainable_variables
-        }  # fmt: skip
-        source = dist.get_global_rank(self.group, min(busy)) if 0 < len(busy) < self.num_ranks else None
+        busy = [number for number, stage in enumerate(self.plan.stages) if stage.model.trainable_variables]
+        source = dist.get_global_rank(self.group, busy[0]) if 0 < len(busy) < self.num_stages else None
         return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
 
     def variables_of(self, number: int) -> list[Any]:
@@ -346,8 +352,8 @@ class Pipeline(PipelineEngine):
 
     def gather_variables(self) -> None:
         """Gives each process of the pipeline the values of all variables."""
-        for number in range(len(self.plan.stages)) if self.num_ranks > 1 else ():
-            source = dist.get_global_rank(self.group, number % self.num_ranks)
+        for number in range(self.num_stages) if self.num_stages > 1 else ():
+            source = dist.get_global_rank(self.group, number)
             for variable in self.variables_of(number):
                 self._send(variable, source)
 
@@ -357,32 +363,3 @@ class Pipeline(PipelineEngine):
         copy = value.to(self.strategy.device).contiguous()
         dist.broadcast(copy, source, group=self.group)
         value.copy_(copy)
-
-
-def measuring_on(device: torch.device) -> "MeasuringDevice":
-    """Returns what measures on a device, which holds the weights of one layer at a time: all may be too many."""
-    from kerasdp.pipeline.partition import HERE, MeasuringDevice
-
-    if device.type == "cpu":
-        return HERE
-
-    @contextlib.contextmanager
-    def holding(operation: Any) -> Iterator[None]:
-        import keras
-
-        values = [variable.value for variable in getattr(operation, "variables", [])]
-        kept = [value.data for value in values]
-        for value in values:
-            value.data = value.data.to(device)
-        try:
-            with torch.no_grad(), keras.device(str(device)):  # without what a backward pass would need
-                yield
-        finally:
-            for value, data in zip(values, kept):
-                value.data = data
-
-    def wait(_: Any) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return MeasuringDevice(holding=holding, wait=wait)

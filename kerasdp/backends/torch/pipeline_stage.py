@@ -1,13 +1,12 @@
 """PyTorch: makes a stage of a pipeline a module, and holds what the micro-batches of a step have in common."""
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import pipelining
 
 from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.steps import restart_seeds
 from kerasdp.backends.torch.collectives import all_gather_stacked, gather_rows, gather_statistics
 from kerasdp.backends.torch.train_step import numbers_made_on
 from kerasdp.portability.replica_context import ReplicaContext, alone, use
@@ -22,7 +21,7 @@ class PipelineStep:
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
         self.penalties: list[torch.Tensor] = []
         self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.size)
-        self.seeds = {stage.number: [seed.value.clone() for seed in stage.seeds] for stage in pipeline.stages.values()}
+        self.seeds = [(seed, seed.value.clone()) for seed in pipeline.stage.seeds]
         self._outputs: dict[int, list[torch.Tensor]] = {}
         self._gathered: dict[int, list[torch.Tensor]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}
@@ -36,8 +35,6 @@ class PipelineStep:
         pipeline, rows = self.pipeline, self.micro_batches.rows(number)
         whole = rows.stop - rows.start
         several, group = pipeline.num_pipelines > 1, pipeline.replica_group
-        # Without padding, and with nothing to join, batch norm may be torch's own, which is faster and keeps less.
-        as_torch = pipeline.plan.is_whole_model and not several and whole >= pipeline.size
         first = pipeline.pipeline_index * pipeline.size
         return ReplicaContext(
             num_replicas=pipeline.num_pipelines,
@@ -46,10 +43,11 @@ class PipelineStep:
             first_row=rows.start + first,
             row_axes=row_axes_of(pipeline.model),
             total_rows=self.micro_batches.num_rows,
-            gather=None if as_torch else lambda own: gather_statistics(own, group) if several else alone(own),
+            gather=lambda own: gather_statistics(own, group) if several else alone(own),
             gather_rows=lambda own: (gather_rows(own, group, 1) if several else own)[
                 : whole * (len(own) // pipeline.size)
             ],
+            is_micro_batch=True,
         )
 
     def add_output(self, number: int, outputs: list[torch.Tensor]) -> None:
@@ -182,8 +180,7 @@ class StageModule(torch.nn.Module):
         step, number = self.pipeline.step, self.micro_batch
         context = step.context(number)
         if step.training:
-            for seed, value in zip(self.seeds, step.seeds[self.number]):
-                seed.assign(value)  # so that a micro-batch draws what its rows draw in the whole batch
+            restart_seeds(step.seeds)
         with use(context):
             outputs = self.keras_stage(list(inputs), training=step.training)
         # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
@@ -199,23 +196,10 @@ class StageModule(torch.nn.Module):
 
 
 class _Stage(pipelining.PipelineStage):
-    """Sets the module's micro-batch, and records the work in the timeline."""
+    """Sets the module's micro-batch."""
 
     submod: Any
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id
-        return self._timed("forward", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        return self._timed("backward", bwd_chunk_id, super().backward_one_chunk, *args, **kwargs)
-
-    def _timed(self, kind: str, number: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        timeline = self.submod.pipeline.timeline
-        begin = time.perf_counter()
-        result = work(number, *args, **kwargs)
-        if timeline is not None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            timeline.append((self.stage_index, kind, number, begin, time.perf_counter()))
-        return result
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

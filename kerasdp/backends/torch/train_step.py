@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from kerasdp.backends.base import DeviceBatch, Trained
-from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
+from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate, restart_seeds
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
+from kerasdp.portability.replica_context import gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
 
@@ -34,32 +34,41 @@ class RankSteps(ShardSteps):
             detail: what to record.
         """
         from kerasdp.backends.observer import forward_pass, observed
-        from kerasdp.keras_compat.layers import is_next_value
+        from kerasdp.keras_compat.layers import is_next_value, seed_variables
+        from kerasdp.portability.global_batch import added
 
         model, strategy = self.model, self.strategy
-        variables, context = model.trainable_weights[:], self.context(batch)
-        # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-        with use(context), forward_pass(detail, model, batch.inputs) as found:
-            outputs = self.forward(parallel, batch.inputs, training=True)
+        variables, passes = model.trainable_weights[:], self.passes(batch)
+        detail = detail if len(passes) == 1 else Detail.NOTHING
+        seeds = [(seed, seed.value.clone()) for seed in seed_variables(model)] if len(passes) > 1 else []
         for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
             variable.value.grad = None
-        # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-        whole = self.global_batch(batch, outputs, context, training=True)
-        with torch.no_grad():
-            whole.share_metrics()
-        shared = flat(whole.shared)
-        shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
-        # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
-        if variables:
-            self.scaled_loss(whole).backward()
-            if strategy.num_replicas > 1:
-                reduce_others(parallel, [variable for variable in variables if not is_next_value(variable)])
+        sums = shared = None
+        for one in passes:
+            is_last, context = one is passes[-1], self.context_of_pass(one)
+            restart_seeds(seeds)
+            with contextlib.nullcontext() if is_last else without_exchange(parallel):
+                # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
+                with use(context), forward_pass(detail, model, one.batch.inputs) as found:
+                    outputs = self.forward(parallel, one.batch.inputs, training=True)
+                # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
+                whole = self.trained_pass(one, outputs, context)
+                with torch.no_grad():
+                    whole.share_metrics()
+                    sums = whole.sums = added(sums, whole.sums)
+                if is_last and strategy.num_replicas > 1 and (own := flat(sums.shared)) is not None:
+                    shared = all_reduce_async(own)  # overlaps with the backward pass
+                # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
+                if variables:
+                    self.scaled_loss(whole).backward()
+        if variables and strategy.num_replicas > 1:
+            reduce_others(parallel, [variable for variable in variables if not is_next_value(variable)])
         with torch.no_grad():
             gradients = [variable.value.grad for variable in variables]
             if strategy.num_replicas > 1:
                 gradients = self.joined(gradients, self.next_values(gradients, variables))
             # Loss and metrics of the global batch (3); moving statistics (5).
-            loss = whole.take(unflat(None if shared is None else wait(shared), whole.shared))
+            loss = whole.take(sums.shared if shared is None else unflat(wait(shared), sums.shared))
             whole.move_statistics()
             seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
             # The update, the same on each rank.
@@ -132,30 +141,31 @@ class RankSteps(ShardSteps):
             # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as
             # they came. Where in a message a number stands decides in which order those of the ranks are added: the
             # first step after a resume would differ by round-off. The sum of two is the same in any order.
-            self.loss(parallel, batch, self.context(batch)).backward()
+            self.loss(parallel, batch).backward()
             for variable in model.trainable_weights:
                 variable.value.grad = None
         return parallel
 
-    def loss(self, module: Any, batch: DeviceBatch, context: ReplicaContext | None) -> Any:
-        """Returns the loss of a batch by the model, or its wrapper; leaves no trace in any variable.
+    def loss(self, module: Any, batch: DeviceBatch) -> Any:
+        """Returns the loss of a batch, or of its first micro-batch, by the model, or its wrapper.
 
-        `context`: of the step; None: this rank's rows are the batch.
+        It leaves no trace in any variable.
         """
         import keras
 
         values = [(variable, variable.value) for variable in all_variables(self.model)]
+        first = self.passes(batch)[0]
         # Penalties of weights want the values by themselves (Keras 3.15).
         with keras.StatelessScope(values, collect_losses=True):
-            with use(context):
-                outputs = self.forward(module, batch.inputs, training=True)
-            return self.global_batch(batch, outputs, context, training=True).loss
+            with use(self.context_of_pass(first)) as context:
+                outputs = self.forward(module, first.batch.inputs, training=True)
+            return self.trained_pass(first, outputs, context).loss
 
     def _used_weights(self, batch: DeviceBatch) -> list[Any]:
         """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
         from kerasdp.keras_compat.layers import is_next_value
 
-        used, seen, ahead = set(), set(), [self.loss(self.model, batch, self.context(batch)).grad_fn]
+        used, seen, ahead = set(), set(), [self.loss(self.model, batch).grad_fn]
         while ahead:
             node = ahead.pop()
             if node is not None and node not in seen:
@@ -164,6 +174,11 @@ class RankSteps(ShardSteps):
                 ahead += [following for following, _ in node.next_functions]
         weights = [each for each in self.model.trainable_weights if not is_next_value(each)]
         return [variable.value for variable in weights if id(variable.value) in used]
+
+
+def without_exchange(parallel: Any) -> contextlib.AbstractContextManager[None]:
+    """Returns the context of a pass whose gradients are added to those before: they are not exchanged yet."""
+    return parallel.no_sync() if hasattr(parallel, "no_sync") else contextlib.nullcontext()
 
 
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
