@@ -319,13 +319,13 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
                 f"shuffles, its order is not that of the run's seed; make it in {name_of(train)}"
             )
         processes, link = strategy.processes, getattr(strategy.processes, "link", None)
-        if link is not None:
-            given = link.all_gather_object((settings.workdir, settings.resume))
+        if processes.num_processes > 1:
+            given = processes.all_gather_object((settings.workdir, settings.resume))
             # By default one of rank 0's time and number. A host that its first command starts again resumes, too.
             settings = dataclasses.replace(settings, workdir=given[0][0], resume=any(resume for _, resume in given))
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
         says_so = settings.verbose != 0 and processes.rank == 0
-        heartbeat = Heartbeat(tell_after, link, compiler=str(settings.backend) if says_so else "")
+        heartbeat = Heartbeat(tell_after, processes, compiler=str(settings.backend) if says_so else "")
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
