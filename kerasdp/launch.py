@@ -341,7 +341,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             settings = dataclasses.replace(settings, workdir=given[0][0], resume=any(resume for _, resume in given))
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
         says_so = settings.verbose != 0 and processes.rank == 0
-        heartbeat = Heartbeat(tell_after, link, compiler=str(settings.backend) if says_so else "")
+        heartbeat = Heartbeat(tell_after, processes, compiler=str(settings.backend) if says_so else "")
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)

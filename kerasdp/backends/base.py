@@ -109,7 +109,6 @@ class SingleProcess:
     """`Processes` where one process drives all devices."""
 
     rank, num_processes = 0, 1
-    local = 0, 1
 
     def all_gather_object(self, value: T) -> list[T]:
         """See `Processes`."""

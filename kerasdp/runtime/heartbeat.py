@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from kerasdp.errors import UserError, addressed, shared
 from kerasdp.runtime import lines, outcome, signals
-from kerasdp.runtime.link import Link
 from kerasdp.runtime.outcome import Place
+from kerasdp.runtime.ranks import Processes
 
 SECONDS_BETWEEN_SIGNS = 0.5
 # What compiles for so long is worth a line.
@@ -155,15 +155,15 @@ def _named(name: str, line: str) -> str:
 class Heartbeat:
     """Marks what this rank does."""
 
-    def __init__(self, tell_after: float | None = None, link: Link | None = None, compiler: str = ""):
+    def __init__(self, tell_after: float | None = None, processes: Processes | None = None, compiler: str = ""):
         """Begins in the script.
 
         Args:
             tell_after: seconds without a move after which a line says where this process is. None: never.
-            link: with the other ranks, if there are any.
+            processes: of the run.
             compiler: what compiles here, for a line that says so once; empty: none.
         """
-        self._tell_after, self._link, self._compiler = tell_after, link, compiler
+        self._tell_after, self._processes, self._compiler = tell_after, processes, compiler
         place = outcome.place()
         self._memory = None if place is None else _memory(place)  # None: nobody looks
         self._fields: dict[str, Any] = dict(zip(Rank.__annotations__, Rank()))
@@ -236,7 +236,7 @@ class Heartbeat:
         Lets it mark what it compiles later than in the first step of a shape.
         """
         strategy.compiling = self.compiling
-        if self._link is None:
+        if strategy.processes.num_processes == 1:
             return
         for owner, names in ((strategy.processes, _OF_PROCESSES), (strategy, _OF_STRATEGY)):
             for name in names:
@@ -287,11 +287,12 @@ class Heartbeat:
         """Waits for all ranks. Raises `UserError` unless they have come before the same call."""
         number = self.rank.num_meetings + 1
         self._move(state, num_meetings=number, meeting=(name, line), **self._next_event(f"before {name}"))
-        if self._link is None:
+        if self._processes is None or self._processes.num_processes == 1:
             return
-        meetings = self._link.all_gather_object({"name": name, "line": line, "arguments": arguments}, "call")
-        for other, its_name in zip(meetings[1:], self._link.names[1:]):
-            if (error := unlike(meetings[0], other, self._link.names[0], its_name)) is not None:
+        own = {"name": name, "line": line, "arguments": arguments}
+        first, *others = self._processes.all_gather_object(own)
+        for number, other in enumerate(others, 1):
+            if (error := unlike(first, other, "rank 0", f"rank {number}")) is not None:
                 raise error
 
     def _move(self, state: int, **changes: Any) -> None:

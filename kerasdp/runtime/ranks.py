@@ -16,15 +16,12 @@ class Scatter(Protocol):
     rank: int
     num_processes: int
 
-    def __call__(self, values: list[Any], number: int, *, wait: bool = True) -> Any:
+    def __call__(self, values: list[Any], number: int) -> Any:
         """Returns this process's one of the values that rank 0 gives, one for each rank; the others' are not looked at.
 
-        Called by all processes, in any thread; calls with the same number are made in the same order by all. Without
-        `wait` it may return on rank 0 before the others have theirs; rank 0 calls `finish` before it leaves them.
+        Called by all processes, in any thread; calls with the same number are made in the same order by all. On rank 0
+        it returns when the others have theirs.
         """
-
-    def finish(self) -> None:
-        """Waits until the others have all that rank 0 gave them."""
 
 
 class Processes(Protocol):
@@ -33,12 +30,10 @@ class Processes(Protocol):
     Attributes:
         rank: number of this process, from 0.
         num_processes: how many there are.
-        local: rank and number among those that one program has started on this machine, and watches over.
     """
 
     rank: int
     num_processes: int
-    local: tuple[int, int]
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns what each process has, in the order of the ranks."""

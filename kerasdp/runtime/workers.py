@@ -23,9 +23,7 @@ from typing import Any
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import memory, outcome, signals, watch
-from kerasdp.runtime.cluster import MEETING_PLACE
 from kerasdp.runtime.heartbeat import Rank, read_rank
-from kerasdp.runtime.linked_processes import current_link
 from kerasdp.runtime.outcome import Outcome, Place
 from kerasdp.runtime.returning import SentResult
 from kerasdp.runtime.sending import not_run_again, sent
@@ -116,8 +114,6 @@ def run_workers(
             raise UserError(f"{disk.free >> 10} KiB are free in {where}: make room, or set TMPDIR to another folder")
         places = [Place(folder, number, len(names)) for number in range(len(names))]
         environment = dict(os.environ)
-        if len(names) > 1:
-            environment[MEETING_PLACE] = os.path.join(folder, "meeting")
         context: Any = multiprocessing.get_context("spawn" if preload is None else _server(preload))
         workers = Workers(
             [
@@ -259,8 +255,6 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
         outcome.write_error(error)
         if not isinstance(error, RunError):
             time.sleep(_SECONDS_TO_STAY)
-        elif error.is_shared and place.num_workers > 1 and (link := current_link()) is not None:
-            link.leave(error)  # which the end of a process does by itself, but not this one
     sys.stdout.flush()
     sys.stderr.flush()
     if place.num_workers > 1:

@@ -1,12 +1,10 @@
 """PyTorch: the devices of a run, a process each: chosen, started, joined, profiled, and given data."""
 
-import atexit
 import collections
 import hashlib
 import os
-import shutil
+import socket
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,16 +19,15 @@ from kerasdp.backends.steps import compared_variables
 from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.elastic import start_elastic_workers
 from kerasdp.backends.torch.private import leave_process_group
+from kerasdp.backends.torch.processes import GlooProcesses
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
-from kerasdp.runtime import addresses, outcome
-from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster
+from kerasdp.runtime import outcome
+from kerasdp.runtime.cluster import OF_RANKS, Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
 from kerasdp.runtime.door import private_folder
 from kerasdp.runtime.hardware import is_too_old_for
-from kerasdp.runtime.link import Link
-from kerasdp.runtime.linked_processes import LinkedProcesses, current_link, join
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.watch import SECONDS_TO_COMPILE
 from kerasdp.runtime.workers import peak_memory_of_process, run_workers
@@ -132,47 +129,30 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     """
     if devices.count == 1:
         return SingleProcess()
-    is_gpu = devices.kind == "gpu"
-    link = join(worker_cluster(), config)
-    if not dist.is_initialized():  # by an earlier run of this program, which something else has started as a rank
-        if (name := addresses.interface_of_address(link.own or addresses.LOOPBACK)) is not None:
-            for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
-                variable = f"{library}_SOCKET_IFNAME"
-                os.environ[variable] = name if link.own is None else os.environ.get(variable, name)
+    is_gpu, is_joined = devices.kind == "gpu", dist.is_initialized()  # by an earlier run of this program
+    if not is_joined:
+        for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
+            os.environ[f"{library}_SOCKET_IFNAME"] = _loopback()
         dist.init_process_group(
             "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None,
-            store=_open_store(link), rank=link.rank, world_size=link.num_processes,
+            store=_open_store(devices.count), rank=int(os.environ["RANK"]), world_size=devices.count,
         )  # fmt: skip
-        if not is_gpu:
-            collectives.connect_sockets(link)
-    local = (int(os.environ["LOCAL_RANK"]), devices.of_process) if devices.of_process > 1 else (0, 1)
-    return LinkedProcesses(link, local)
+    processes = GlooProcesses()
+    if not is_gpu and not is_joined:
+        collectives.connect_sockets(processes)
+    return processes
 
 
-def _open_store(link: Link) -> Any:
-    """Opens what the process group finds its addresses in: a file, or between machines a server.
+def _loopback() -> str:
+    """Returns the name of the network interface that other machines cannot reach."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
-    torch's server (2.13) would listen at all addresses of the machine, and lets anybody write. It gets a socket of the
-    address that the other machines use, and what is read from it is never unpickled: objects go over the link.
-    """
-    if link.own is None:
-        worker = outcome.place()
-        folder = worker.folder if worker else tempfile.mkdtemp(prefix="kerasdp-") if link.rank == 0 else ""
-        if worker is None and link.rank == 0:
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return dist.FileStore(os.path.join(link.all_gather_object(folder)[0], "store"), link.num_processes)  # type: ignore
-    place: Any = None
-    if link.rank:
-        host, port = link.all_gather_object(place)[0]
-        return dist.TCPStore(host, port, link.num_processes, is_master=False)  # type: ignore[attr-defined]
-    door = addresses.listen(link.own, 0)
-    host, port = door.getsockname()[:2]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, link.num_processes, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
-    )
-    place = host, port
-    link.all_gather_object(place)
-    return store
+
+def _open_store(num_ranks: int) -> Any:
+    """Opens what the ranks of one machine find their addresses in: a file in a folder of this user's alone."""
+    worker = outcome.place()
+    assert worker is not None  # noqa: S101
+    return dist.FileStore(os.path.join(worker.folder, "store"), num_ranks)  # type: ignore[attr-defined]
 
 
 class TorchStrategy(Strategy):
@@ -347,8 +327,6 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which was read where torch was imported
     result = worker(*args)
     leave_process_group()
-    if (link := current_link()) is not None:
-        link.leave()  # a process that was forked calls no `atexit` functions
     return result
 
 
