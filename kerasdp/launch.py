@@ -34,10 +34,10 @@ from kerasdp.runtime import memory, outcome, signals
 from kerasdp.runtime.cluster import Cluster, find_ranks
 from kerasdp.runtime.device_errors import explained
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
-from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.ranks import ending_alike
 from kerasdp.runtime.returning import SentResult
 from kerasdp.runtime.sending import SentFunction, name_of, tf_data_of
-from kerasdp.runtime.watch import judging
+from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.runtime.workers import supervise
 
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
@@ -334,19 +334,18 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
                 f"{name}, which {name_of(train)} refers to, is a tf.data.Dataset made before kerasdp.launch: if it "
                 f"shuffles, its order is not that of the run's seed; make it in {name_of(train)}"
             )
-        processes, link = strategy.processes, getattr(strategy.processes, "link", None)
+        processes, timeout = strategy.processes, settings.hang_timeout
         if processes.num_processes > 1:
             given = processes.all_gather_object((settings.workdir, settings.resume))
             # By default one of rank 0's time and number. A host that its first command starts again resumes, too.
             settings = dataclasses.replace(settings, workdir=given[0][0], resume=any(resume for _, resume in given))
-        tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
+            timeout = HANG_TIMEOUT if timeout is None else timeout
         says_so = settings.verbose != 0 and processes.rank == 0
-        heartbeat = Heartbeat(tell_after, processes, compiler=str(settings.backend) if says_so else "")
-        heartbeat.mark_exchanges(strategy)
-        runner = Runner(settings, devices, strategy, heartbeat)
+        watchdog = Watchdog(timeout or None, compiler=str(settings.backend) if says_so else "")
+        strategy.compiling = watchdog.compiling
+        runner = Runner(settings, devices, strategy, watchdog)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
-        judged, run = judging(link, heartbeat, settings.hang_timeout), heartbeat.of_run()
-        with judged, run, _training(), runner.training_function(), one_prints, refused:
+        with ending_alike(processes), _training(), runner.training_function(), one_prints, refused:
             result = train(runner)
         if outcome.place() is None:
             return result

@@ -268,7 +268,7 @@ class Strategy(Protocol):
         return nullcontext()
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Returns the context of what compiles in a later step than the first: a heartbeat replaces it by its own."""
+        """Returns the context of what compiles in a later step than the first; `launch` gives a watchdog's."""
         return nullcontext()
 
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:

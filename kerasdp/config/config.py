@@ -33,8 +33,8 @@ from kerasdp.config.validation import AUGMENTATIONS, BACKENDS, DATASETS, MODELS,
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
 
-# Seconds: as long as NCCL waits in a collective, so that no run ends by it that would have gone through on GPUs.
-HANG_TIMEOUT = 600.0
+# Seconds.
+HANG_TIMEOUT = 300.0
 
 # The groups of the flags.
 DEVICES = "Backend and devices"
@@ -204,7 +204,7 @@ class Config:
         Range("a number of seconds, or 0 for never", lambda seconds: math.isfinite(seconds) and seconds >= 0),
         "Seconds without a move after which the run is ended, or restarted; more than the longest step or callback "
         "takes; what may compile has an hour. 0: never.",
-        "600 with torch on several devices, where ranks wait for each other; else a line says where")
+        "300 where several processes wait for each other, as torch's on several devices; else never")
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from kerasdp.config import Config
 from kerasdp.config.choices import choices_of
 from kerasdp.config.validation import versions
-from kerasdp.errors import UserError, shared
+from kerasdp.errors import UserError
 from kerasdp.runtime.ranks import Processes
 
 Environment = Mapping[str, str]
 
 # How many processes somebody else has started, of whom torch knows nothing; in a script of sbatch srun has not, yet.
 _OF_TASKS = {"srun": ("SLURM_STEP_ID", "SLURM_NTASKS"), "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
-MEETING_PLACE = "KERASDP_MEETING_PLACE"
 _PAGE = "docs/many-machines.md"
 
 
@@ -89,7 +88,7 @@ def require_same(processes: Processes, config: Config) -> None:
         for what in expected | received:
             one, two = expected.get(what), received.get(what)
             if one != two:
-                raise shared(
+                raise UserError(
                     f"{what}: expected the same on all hosts. Received: {one} on {first}, {two} on {name}; give each "
                     "the same"
                 )

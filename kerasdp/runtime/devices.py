@@ -7,7 +7,9 @@ import importlib.util
 import json
 import os
 import platform
+import stat
 import sys
+import tempfile
 import time
 
 from kerasdp.config import Config
@@ -214,6 +216,21 @@ def cache_folder(name: str) -> str | None:
         return None
     _shrink(folder)
     return folder
+
+
+def private_folder() -> str:
+    """Returns this user's folder of temporary files, which nobody else can enter.
+
+    Raises:
+        UserError: if another user has made a folder of that name.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"kerasdp-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"expected {path} to be a folder of this user alone (mode 0700); remove it, or set TMPDIR")
+    return path
 
 
 def _shrink(folder: str) -> None:

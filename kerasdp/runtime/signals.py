@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from kerasdp.errors import PreemptedError, RunError
+from kerasdp.errors import RunError
+from kerasdp.runtime import outcome
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = signal.SIGINT
@@ -80,14 +81,14 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def passed_on(processes: Callable[[], Iterable[Any]], saves: Callable[[], bool] | None = None) -> Iterator[None]:
+def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting.
+
+    Ctrl-C is passed on as SIGUSR1: they do not heed SIGINT, which a terminal sends to each of them, too. A second one
+    is raised here.
 
     Args:
         processes: returns those that live.
-        saves: returns whether one of them would save a checkpoint. Then Ctrl-C is passed on, as SIGUSR1: they do not
-            heed SIGINT, which a terminal sends to each of them, too. Else, and at a second Ctrl-C, it is raised here.
-            None: something else handles it.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, also where the workers have saved.
@@ -102,25 +103,26 @@ def passed_on(processes: Callable[[], Iterable[Any]], saves: Callable[[], bool] 
         if number == INTERRUPT:
             if _is_copy():
                 return
-            if _noted or saves is None or not saves():
+            if _noted:
                 _noted.append(number)
                 raise KeyboardInterrupt
         _noted.append(number)
+        outcome.note_signal()
         _passed_on.append(time.monotonic())
         workers = list(processes())
         if not workers:  # not yet
-            raise SystemExit(128 + number)
+            raise _ending(number)
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, _as_passed_on(number))
 
     handlers = dict.fromkeys(_SIGNALS, pass_on)
-    if saves is not None and signal.getsignal(INTERRUPT) in (signal.default_int_handler, _note):
+    if signal.getsignal(INTERRUPT) in (signal.default_int_handler, _note):
         handlers[INTERRUPT] = pass_on
     try:
         with _within("passed_on"), _handlers(handlers):
             yield
-    except (PreemptedError, SystemExit):
+    except (RunError, SystemExit):  # also of a rank that found another one gone
         if INTERRUPT in _noted:
             raise KeyboardInterrupt from None
         raise
@@ -178,16 +180,6 @@ def noted() -> signal.Signals | None:
     return signal.Signals(_noted[0]) if _noted else None
 
 
-def is_awaited() -> bool:
-    """Returns whether the program is in a `fit` with checkpoints."""
-    return _context == "awaited"
-
-
-def is_finishing() -> bool:
-    """Returns whether a signal has been noted, and the run ends after its step, with a checkpoint."""
-    return bool(_noted) and _context == "awaited"
-
-
 def seconds_since_passed_on() -> list[tuple[int, float]]:
     """Returns the signals that were passed on, with the seconds since."""
     now = time.monotonic()
@@ -214,6 +206,7 @@ def _note(number: int, _: Any) -> None:
     is_awaited = _context == "awaited" and not (number == INTERRUPT and _noted)
     is_again = number in _noted and number != INTERRUPT
     _noted.append(number)
+    outcome.note_signal()
     if not (is_again or is_awaited):
         _raised.append(number)
         raise _ending(number)

@@ -17,7 +17,7 @@ from kerasdp.backends.base import SingleProcess, Strategy, Structure, Tensor
 from kerasdp.backends.jax import processes
 from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
-from kerasdp.errors import UserError, shared
+from kerasdp.errors import UserError
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.runtime.hardware import PLATFORMS, num_gpus
@@ -71,7 +71,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         counts = collections.Counter(device.process_index for device in _devices_of(devices.kind))
         if len(set(counts.values())) > 1:
             words = ", ".join(f"{counts[process]} of process {process}" for process in sorted(counts))
-            raise shared(f"--gpus: expected equally many devices of each process. Received: {words}")
+            raise UserError(f"--gpus: expected equally many devices of each process. Received: {words}")
         return devices
 
 

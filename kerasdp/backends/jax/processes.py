@@ -109,7 +109,7 @@ def failing_together(cluster: Cluster | None) -> Iterator[None]:
         yield
     except BaseException as error:
         in_order = isinstance(error, PreemptedError) or (isinstance(error, SystemExit) and not error.code)
-        if cluster is not None and not in_order and not getattr(error, "is_shared", False):
+        if cluster is not None and not in_order:
             _tell(error)
         raise
 
@@ -156,8 +156,6 @@ _number_of_exchange = itertools.count()  # the same on all: they begin the same 
 
 class JaxProcesses:
     """Exchanges values as `kerasdp.runtime.ranks.Processes` says, for one run."""
-
-    local = 0, 1
 
     def __init__(self, config: Config):
         self.rank, self.num_processes = private.joined()
@@ -225,7 +223,7 @@ class JaxScatter:
         # By number of a call: how many there were.
         self._calls = collections.Counter[int]()
 
-    def __call__(self, values: list[Any], number: int, *, wait: bool = True) -> Any:
+    def __call__(self, values: list[Any], number: int) -> Any:
         """See `kerasdp.runtime.ranks.Scatter`."""
         folder = f"{self._name}/{number}/{self._calls[number]}"
         self._calls[number] += 1
@@ -237,6 +235,3 @@ class JaxScatter:
         content = self._processes.wait_for(f"{folder}/{self.rank}/0")
         private.key_values().key_value_delete(f"{folder}/{self.rank}")
         return pickle.loads(content)
-
-    def finish(self) -> None:
-        """See `kerasdp.runtime.ranks.Scatter`."""

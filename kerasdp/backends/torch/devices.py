@@ -20,16 +20,15 @@ from kerasdp.backends.steps import compared_variables
 from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.private import leave_process_group
 from kerasdp.backends.torch.processes import GlooProcesses
-from kerasdp.config import HANG_TIMEOUT, Config
+from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome
 from kerasdp.runtime.cluster import Cluster, number_in, require_same
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
-from kerasdp.runtime.door import private_folder
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
 from kerasdp.runtime.hardware import is_too_old_for
 from kerasdp.runtime.ranks import Processes
-from kerasdp.runtime.watch import SECONDS_TO_COMPILE
+from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
 from kerasdp.runtime.workers import peak_memory_of_process, run_workers
 
 if TYPE_CHECKING:
@@ -302,7 +301,6 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
         # Forked from a process that has imported them, unless there are GPUs, which such a process may have looked for;
         # on macOS what torch loads may have begun threads.
         preload=None if torch.cuda.device_count() or sys.platform != "linux" else _PRELOAD,
-        timeout=HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or None,
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from kerasdp.errors import UserError
 from kerasdp.runtime import lines
-from kerasdp.runtime.heartbeat import ALIKE
+from kerasdp.runtime.ranks import ALIKE
 
 T = TypeVar("T")
 
@@ -74,9 +74,10 @@ class GlooProcesses:
             work.wait()
             largest, *kinds = tensor.tolist()
             if sum(kinds):
+                place = lines.of_call() or "its end"
                 raise UserError(
-                    f"the ranks do different things: rank {self.rank}, at {lines.of_call()}, and another one wait for "
-                    f"each other in different calls: {ALIKE}"
+                    f"the ranks do different things: rank {self.rank}, at {place}, and another one wait for each other "
+                    f"in different calls: {ALIKE}"
                 )
             return int(largest)
 
