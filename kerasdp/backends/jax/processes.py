@@ -22,7 +22,7 @@ import jax
 
 from kerasdp.backends.jax import private
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.errors import PreemptedError, UserError, WorkerError
+from kerasdp.errors import PreemptedError, SavedInterrupt, UserError, WorkerError
 from kerasdp.runtime import outcome
 from kerasdp.runtime.cluster import Cluster, Environment, number_in, require_same
 
@@ -101,15 +101,15 @@ def join(cluster: Cluster, config: Config) -> None:
 
 @contextlib.contextmanager
 def failing_together(cluster: Cluster | None) -> Iterator[None]:
-    """Lets the others end with the error of this process. JAX would let them wait until they do not want to any more.
+    """Lets the others end with the error of this process, for which JAX (0.10.2) would let them wait five minutes.
 
     `cluster`: of the run; None: it is this process's alone.
     """
     try:
         yield
     except BaseException as error:
-        in_order = isinstance(error, PreemptedError) or (isinstance(error, SystemExit) and not error.code)
-        if cluster is not None and not in_order:
+        is_end = isinstance(error, SystemExit) and not error.code
+        if cluster is not None and not is_end and not isinstance(error, PreemptedError | SavedInterrupt):
             _tell(error)
         raise
 
