@@ -131,8 +131,6 @@ class Recipe:
         return self.reason or f"it belongs to recipes/{owner}.py"
 
 
-_MACHINES = ["hosts", "host_rank", "coordinator", "interface"]
-_ALONE = {"it trains on this machine alone": _MACHINES}
 _LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
 _FILES = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 _DEVICES = ["backend", "num_devices", "device"]
@@ -150,7 +148,6 @@ RECIPES = {
                 "strategy", "accumulate", "gradient_precision", "early_stopping",
                 "tracker", "profile",
             ],
-            **_ALONE,
         },
     ),
     "bisection": Recipe(
@@ -168,7 +165,6 @@ RECIPES = {
             "use --repetitions": ["epochs", "max_steps"],
             "a study measures times alone": _LEARNING,
             "a study keeps nothing of what it trains": _FILES,
-            **_ALONE,
         },
     ),
     "sweep": Recipe(
@@ -176,12 +172,10 @@ RECIPES = {
         refused={
             "each run of a sweep would write that file": ["export"],
             "each run of a sweep has its checkpoints in its own folder": ["checkpoint_dir"],
-            **_ALONE,
         },
     ),
     "ray_train": Recipe(
         own=["workers"],
-        refused={"Ray starts the workers: use --workers": _MACHINES},
     ),
     "from_scratch": Recipe(
         takes=[*_DEVICES, *_DATA, "workdir", "epochs", "learning_rate", "kernel_initializer", "seed", "precision"],

@@ -39,7 +39,6 @@ HANG_TIMEOUT = 300.0
 # The groups of the flags.
 DEVICES = "Backend and devices"
 CUT = validation.CUT
-MACHINES = "Several machines (docs/many-machines.md)"
 DATA = "Model and data"
 TRAINING = "Training"
 OUTPUT = "Output"
@@ -63,7 +62,8 @@ class Config:
     backend: str | None = choice(None, DEVICES, one_of(*BACKENDS), f"Framework that trains: {', '.join(BACKENDS)}.",
         "that of Keras if it is imported, else $KERAS_BACKEND, else that of keras.json, else the first installed")
     num_devices: int | None = choice(None, DEVICES, COUNT,
-        "Devices of each machine: GPUs, TPUs, or, where there are none, virtual CPU devices.", "all GPUs or TPUs, or 1")
+        "Devices of each machine (with jax of each process that is started): GPUs, TPUs, or, where there are none, "
+        "virtual CPU devices.", "all GPUs or TPUs, or 1")
     device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
         "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices.",
         only=[Only("tpu", ["jax"], instead="another --device")])
@@ -117,19 +117,6 @@ class Config:
         "gpipe: all forward passes first; 1f1b: backward passes as soon as possible; interleaved1f1b: several stages "
         "per device.", only=[Only("interleaved1f1b", ["torch"], instead="another --pipeline_schedule")])
 
-    hosts: str | None = choice(None, MACHINES,
-        Range("a number of machines, or the least and the most of them as 1:3", is_count_or_range),
-        "Number of machines, or the least and the most as 1:3 (torch), while some leave and others join.",
-        "what torchrun, mpirun or srun say, else 1", convert=number_as_text,
-        only=[Only(None, ["torch", "jax"], why="Keras 3 has no strategy for several machines")])
-    host_rank: int | None = choice(None, MACHINES, Range("a whole number from 0", FROM_0.holds),
-        "Number of this machine, from 0.", "$JOB_COMPLETION_INDEX")
-    coordinator: str | None = choice(None, MACHINES,
-        Range("the address and port of host 0, as 10.0.0.1:29500", validation.is_address),
-        "Where machine 0 listens for the others: ADDRESS:PORT.")
-    interface: str | None = choice(None, MACHINES, Range("a network interface, as eth0"),
-        "Network interface between the machines.", "the one on the way to --coordinator")
-
     model: str = choice("lenet", DATA, NAME,
         f"{', '.join(MODELS)}, or your own: path/to/file.py:function or package.module:function, called as "
         "f(input_shape=, num_classes=), which returns a Keras model that gives logits.")
@@ -138,7 +125,7 @@ class Config:
         "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
     data_dir: str | None = choice(None, DATA, FOLDER,
         "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for images a sub-folder per class.",
-        "where Keras or the system keeps them", convert=path_as_text)
+        "where Keras or the system keeps them", convert=path_as_text, of_host=True)
 
     batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
     accumulate: int = choice(1, TRAINING, COUNT,
@@ -180,16 +167,18 @@ class Config:
         "the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
-        "a new one in runs/; from Python none", convert=path_as_text)
+        "a new one in runs/; from Python none", convert=path_as_text, of_host=True)
     log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
     verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2, 3),
         "0: nothing, 1: progress bar, 2: a line per epoch, 3: also the curve of the loss so far.",
-        "1 in a terminal, 3 in a notebook, else 2", convert=switch_as_number)
+        "1 in a terminal, 3 in a notebook, else 2", convert=switch_as_number, of_host=True)
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),
-        f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere")
+        f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere",
+        of_host=True)
     profile: str | None = choice(None, OUTPUT, Range("a step, or the first and the last one as 5:8", is_count_or_range),
-        "Steps that the profiler of the backend records, as 5:8, into the workdir.", "none")
+        "Steps that the profiler of the backend records, as 5:8, into the workdir.", "none",
+        of_host=True)
     export: str | None = choice(None, OUTPUT,
         Range("a file name that ends in .keras or .weights.h5", lambda name: name.endswith((".keras", ".weights.h5"))),
         "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.", "none", convert=path_as_text)
@@ -200,14 +189,15 @@ class Config:
         "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.", convert=number_as_text)
     checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
         "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
-        "checkpoints in --workdir", convert=path_as_text)
+        "checkpoints in --workdir", convert=path_as_text, of_host=True)
     checkpoint_weights: str = choice("all", FAULTS, one_of("all", "trained"),
         "Weights of the model that checkpoints hold: all, or trained: all but the frozen ones, which a resumed run "
         "must have from where the first had them: a file, a preset, the seed.")
     keep: int = choice(3, FAULTS, COUNT,
         "Number of newest checkpoints to keep; the best one, by validation loss (else training loss), is kept as well.")
     resume: bool = choice(False, FAULTS, SWITCH,
-        "Resume from the newest checkpoint, on any backend and number of devices; else start from the beginning.")
+        "Resume from the newest checkpoint, on any backend and number of devices; else start from the beginning.",
+        of_host=True)
     max_restarts: int = choice(0, FAULTS, FROM_0,
         "How often to restart from the last checkpoint when a worker dies or hangs.")
     hang_timeout: float | None = choice(None, FAULTS,
@@ -222,12 +212,6 @@ class Config:
         validation.check(self)
 
     check_replicas = validation.check_replicas
-
-    @property
-    def host_range(self) -> tuple[int, int]:
-        """Returns the least and the most hosts of the run, of those that `hosts` names."""
-        fewest, _, most = (self.hosts or "1").partition(":")
-        return int(fewest), int(most or fewest)
 
     @property
     def may_use_tf32(self) -> bool:

@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, Strategy, Structure
 from kerasdp.backends.steps import compared_variables
 from kerasdp.backends.torch import collectives
-from kerasdp.backends.torch.elastic import start_elastic_workers
 from kerasdp.backends.torch.private import leave_process_group
 from kerasdp.backends.torch.processes import GlooProcesses
 from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome
-from kerasdp.runtime.cluster import OF_RANKS, Cluster
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
-from kerasdp.runtime.door import private_folder
+from kerasdp.runtime.cluster import Cluster, number_in, require_same
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
 from kerasdp.runtime.hardware import is_too_old_for
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
@@ -53,16 +52,16 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     """
     # It counts without CUDA, also GPUs whose driver is too old for the CUDA that this torch is built for.
     num_found = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
-    # A process that was started is one rank, with one device, or the launcher of a machine.
-    is_rank = cluster is not None and (cluster.local_processes > 1 or cluster.source in OF_RANKS)
-    if cluster is not None and is_rank:
-        if devices_of_process(config, cluster) not in (None, 1):
+    if cluster is not None:  # a rank, which has one device
+        num_ranks = number_in(os.environ, "LOCAL_WORLD_SIZE", 1)
+        if config.num_devices not in (None, num_ranks):
             raise UserError(
-                f"--gpus={config.num_devices}: {cluster.source} starts {cluster.local_processes} processes on each "
-                "machine, of which each has one device with torch: let it start as many as there are devices"
+                f"--gpus: expected {num_ranks}, the processes that {cluster.source} starts on this machine, each with "
+                f"one device. Received: {config.num_devices}; let it start as many as there are devices, and leave "
+                "--gpus out"
             )
         num_found = min(num_found, 1)
-    devices = choose_devices(config, num_found, cluster=cluster, is_rank=is_rank)
+    devices = choose_devices(config, num_found, cluster=cluster, is_rank=cluster is not None)
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
     if devices.of_process == 1 and "keras" in sys.modules and wanted != known:
         raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
@@ -129,7 +128,15 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     """
     if devices.count == 1:
         return SingleProcess()
-    is_gpu, is_joined = devices.kind == "gpu", dist.is_initialized()  # by an earlier run of this program
+    is_gpu, is_joined = devices.kind == "gpu", dist.is_initialized()  # by an earlier run of this program, or by Ray
+    if devices.cluster is not None:
+        if not is_joined:
+            dist.init_process_group(
+                "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None
+            )
+        processes = GlooProcesses()
+        require_same(processes, config)
+        return processes
     if not is_joined:
         for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
             os.environ[f"{library}_SOCKET_IFNAME"] = _loopback()
@@ -273,26 +280,24 @@ _PRELOAD = ["torch", "keras", "kerasdp.training.runner", "kerasdp.backends.torch
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Calls `worker(devices, settings, train)` in a process for each device; returns what rank 0 returned.
 
-    A single device needs no other process: `worker` then runs in this one. Otherwise this process watches over them.
+    A single device needs no other process, nor does a rank that torchrun has started: `worker` then runs in this one.
+    Otherwise this process watches over them.
 
     Raises:
         UserError: if `train` refers to something that cannot be sent to other processes.
         RunError: the error of the first worker that failed. All others are ended first.
     """
-    cluster, num_local = devices.cluster, devices.of_process
-    if cluster is not None and cluster.is_elastic:
-        return start_elastic_workers(worker, devices, settings, train)
+    if devices.cluster is not None:
+        return record(worker)(devices, settings, train)  # so that torchrun shows the first error of all ranks
+    num_local = devices.count
     if num_local == 1:
-        if cluster is not None:
-            os.environ.update(_variables(cluster, 0, 1))
         return worker(devices, settings, train)
-    first = 0 if cluster is None else num_local * cluster.process
     threads = {name: os.environ.get(name, str(num_threads(num_local))) for name in _OF_THREADS}
     return run_workers(
         _rank,
         (worker, devices, settings, train),
-        names=[f"rank {first + number}" for number in range(num_local)],
-        variables=lambda number: threads | _variables(cluster, number, num_local),
+        names=[f"rank {number}" for number in range(num_local)],
+        variables=lambda number: threads | {"RANK": str(number), "LOCAL_RANK": str(number)},
         # Forked from a process that has imported them, unless there are GPUs, which such a process may have looked for;
         # on macOS what torch loads may have begun threads.
         preload=None if torch.cuda.device_count() or sys.platform != "linux" else _PRELOAD,
@@ -306,19 +311,6 @@ _OF_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 def num_threads(num_local: int) -> int:
     """Returns how many threads each of so many processes of this machine has."""
     return max(1, (os.cpu_count() or 1) // num_local)
-
-
-def _variables(cluster: Cluster | None, number: int, num_local: int) -> dict[str, str]:
-    """Returns what says which rank a process is, as torchrun does; `number`: of the process on this machine."""
-    if cluster is not None and num_local == 1:  # which another program has started
-        of_machine, numbers = (cluster.local_process, cluster.local_processes), (cluster.process, cluster.num_processes)
-    else:
-        of_machine = number, num_local
-        hosts, host = (cluster.num_processes, cluster.process) if cluster else (1, 0)
-        numbers = host * num_local + number, hosts * num_local
-    address, port = cluster.address if cluster else ("127.0.0.1", 0)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: str(value) for name, value in zip(names, (*numbers, *of_machine, address, port))}
 
 
 def _rank(worker: Callable[..., Any], *args: Any) -> Any:
