@@ -20,7 +20,7 @@ from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import num_samples
-from kerasdp.errors import RunError, UserError, shared
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.models import as_keras_gives
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
@@ -248,7 +248,7 @@ class Step:
         # One program of several processes; where each has its own, --shard is refused with a step of one's own anyway.
         is_one_program = not strategy.splits_batches and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:
-            raise shared(
+            raise UserError(
                 f"the step {self.__name__}: after a loop with --shard={config.shard} on several machines none could "
                 "read the weights; use fit, with a train_step of your own, or leave out --shard"
             )
