@@ -130,10 +130,6 @@ class PreemptedError(RunError):
     exit_code = 99
 
 
-class SavedInterrupt(KeyboardInterrupt):
-    """Ctrl-C asked the run to end; it has saved a checkpoint, in all of its processes."""
-
-
 class CheckpointError(RunError):
     """A checkpoint that cannot be used: corrupt or truncated."""
 

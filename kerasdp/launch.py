@@ -319,7 +319,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     if settings.backend != "tensorflow" and not any(isinstance(each, _QuietTensorFlow) for each in sys.meta_path):
         sys.meta_path.insert(0, _QuietTensorFlow())
     told = _device_errors_told()
-    with signals.noticed(outcome.is_watched()), told:
+    with signals.noticed(), told:
         with signals.delayed():
             module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)

@@ -55,11 +55,8 @@ def _within(context: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noticed(is_watched: bool = False) -> Iterator[None]:
-    """Notes the signals that come within the context. Has no effect outside of the main thread, or within another one.
-
-    `is_watched`: whether another process kills this one if it does not note them.
-    """
+def noticed() -> Iterator[None]:
+    """Notes the signals that come within the context; has no effect in another thread, or within another one."""
     if _context or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -69,7 +66,7 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
     if signal.getsignal(INTERRUPT) is signal.default_int_handler:
         handlers[INTERRUPT] = _note
     try:
-        with _within("noticed"), _arrivals(handlers, is_watched), _handlers(handlers), _raised_again():
+        with _within("noticed"), _arrivals(handlers), _handlers(handlers), _raised_again():
             yield
     except Exception as error:
         # A framework's native code may make an error of its own of an exception that went through it, and so does
@@ -254,13 +251,13 @@ def _raised_again() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _arrivals(numbers: Collection[int], is_watched: bool) -> Iterator[None]:
+def _arrivals(numbers: Collection[int]) -> Iterator[None]:
     """Ends this process at a second signal; or if the main thread stays in native code, where no handler is called."""
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     other, _pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
-    threading.Thread(target=_watch, args=(reader, other, numbers, is_watched), daemon=True, name="signals").start()
+    threading.Thread(target=_watch, args=(reader, other, numbers), daemon=True, name="signals").start()
     try:
         yield
     finally:
@@ -269,7 +266,7 @@ def _arrivals(numbers: Collection[int], is_watched: bool) -> Iterator[None]:
         os.close(writer)  # with which the thread ends
 
 
-def _watch(reader: int, other: int, numbers: Collection[int], is_watched: bool) -> None:
+def _watch(reader: int, other: int, numbers: Collection[int]) -> None:
     """Runs in a thread.
 
     `numbers`: of the signals that count. `other`: a pipe of an event loop, as in a notebook, that gets all, too; -1:
@@ -279,7 +276,7 @@ def _watch(reader: int, other: int, numbers: Collection[int], is_watched: bool) 
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
             looked = time.monotonic()
-            seconds = min([*(end - looked for end in _ends(arrived, is_watched)), _SECONDS_BETWEEN_LOOKS])
+            seconds = min([*(end - looked for end in _ends(arrived)), _SECONDS_BETWEEN_LOOKS])
             if seconds <= 0:
                 _leave(arrived[-1][0])
                 return
@@ -304,7 +301,7 @@ def _watch(reader: int, other: int, numbers: Collection[int], is_watched: bool) 
                 arrived.append((number, now))
 
 
-def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]:
+def _ends(arrived: list[tuple[int, float]]) -> Iterator[float]:
     """Yields when this process is to be ended, for what has arrived."""
     if _context == "passed_on":  # those that it is passed on to are looked after
         return
@@ -314,7 +311,7 @@ def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]
             yield since + _SECONDS_TO_LEAVE
     elif number:
         yield since + _SECONDS_TO_LEAVE * (_context != "awaited")
-    if arrived and arrived[0][0] not in _noted and not is_watched:
+    if arrived and arrived[0][0] not in _noted and outcome.place() is None:  # else its parent kills it
         yield arrived[0][1] + SECONDS_TO_NOTE
 
 

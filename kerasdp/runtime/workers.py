@@ -215,7 +215,7 @@ class Workers:
         return {process.name: watchdog.read_stack(place) for place, process in living}
 
     def _failed(self) -> list[tuple[int, Outcome | None]]:
-        """Returns the workers that failed, the first one first, and those that ended for another one last.
+        """Returns the workers that failed, the first one first.
 
         Each by its number, with how it ended; None: it left nothing.
         """
@@ -224,8 +224,7 @@ class Workers:
         for number, process in enumerate(self.processes):
             if found[number] is None and process not in living:
                 self._died.setdefault(number, time.monotonic() - _SECONDS_OF_DOUBT)
-        when = {number: (each.is_echo, each.time) for number, each in found.items() if each and each.frames}
-        when |= {number: (False, since) for number, since in self._died.items()}
+        when = self._died | {number: each.time for number, each in found.items() if each and each.frames}
         return [(number, found[number]) for number in sorted(when, key=lambda number: when[number])]
 
     def _error(self, first: tuple[int, Outcome | None], *others: tuple[int, Outcome | None]) -> BaseException:
@@ -238,7 +237,7 @@ class Workers:
             return error
         # If all raise, the first worker may know more: which checkpoint is left, say.
         if error and not isinstance(error, WorkerError):
-            of_rank0 = [each.as_error(name) for other, each in others if other == 0 and each and not each.is_echo]
+            of_rank0 = [each.as_error(name) for other, each in others if other == 0 and each]
             return next((each for each in of_rank0 if not isinstance(each, WorkerError | SystemExit)), error)
         if error:
             return error
@@ -263,7 +262,7 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
     """Runs in a worker."""
     os.environ.clear()
     os.environ.update(environment)
-    begin_worker(place)
+    _begin_worker(place)
     try:
         _write_result(function(*args))
         return
@@ -353,7 +352,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
-def begin_worker(place: Place) -> None:
+def _begin_worker(place: Place) -> None:
     """Makes this process a worker, which leaves its files at a place."""
     end_with_parent()
     memory.keep(os.environ.get("KERAS_BACKEND", ""))
@@ -363,9 +362,9 @@ def begin_worker(place: Place) -> None:
     multiprocessing.set_start_method(usual, force=True)
     outcome.begin(place)
     watchdog.begin(place)
-    # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Where it is not watched
-    # leave, quietly, also where native code waits. Not SIG_IGN, which programs that are started here would inherit.
-    signal.signal(signal.SIGINT, lambda *_: None if place.is_watched else os._exit(128 + signal.SIGINT))
+    # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Not SIG_IGN, which programs
+    # that are started here would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def _num_killed_for_memory() -> int:

@@ -158,9 +158,9 @@ def of_rank(ways, *_):
     way = ways[outcome.place().number]
     if way == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    if way == "is told":
-        time.sleep(0.2)
-        outcome.leave_with(WorkerError("rank 1 has left"))
+    if way == "finds it gone":
+        time.sleep(1.0)
+        raise RuntimeError("Connection closed by peer")
     if way == "refuses":
         raise UserError("expected a loss. Received: none")
     if way == "raises":
@@ -179,8 +179,8 @@ def of_rank(ways, *_):
     ("ways", "words"),
     [
         (("raises", "aborts later"), "ValueError: bad luck"),
-        (("is told", "dies"), "rank 1 was ended by SIGKILL"),
-        (("is told", "refuses", "waits"), "expected a loss. Received: none"),
+        (("finds it gone", "dies"), "rank 1 was ended by SIGKILL"),
+        (("finds it gone", "refuses", "waits"), "expected a loss. Received: none"),
         (("dies", "waits"), "rank 0 was ended by SIGKILL"),
     ],
 )

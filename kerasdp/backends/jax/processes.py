@@ -22,7 +22,7 @@ import jax
 
 from kerasdp.backends.jax import private
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.errors import PreemptedError, SavedInterrupt, UserError, WorkerError
+from kerasdp.errors import PreemptedError, UserError, WorkerError
 from kerasdp.runtime import outcome
 from kerasdp.runtime.cluster import Cluster, Environment, number_in, require_same
 
@@ -109,7 +109,7 @@ def failing_together(cluster: Cluster | None) -> Iterator[None]:
         yield
     except BaseException as error:
         is_end = isinstance(error, SystemExit) and not error.code
-        if cluster is not None and not is_end and not isinstance(error, PreemptedError | SavedInterrupt):
+        if cluster is not None and not is_end and not isinstance(error, PreemptedError | KeyboardInterrupt):
             _tell(error)
         raise
 
