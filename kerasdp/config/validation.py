@@ -41,6 +41,8 @@ def check(config: Any) -> None:
         raise UserError("--ema and --early_stopping do not go together: leave out one of them")
     _check_strategy(config)
     _check_where(config)
+    if config.num_devices is not None:
+        config.check_replicas(config.num_replicas(config.num_devices))
 
 
 def check_installed(config: Any) -> None:

@@ -28,7 +28,7 @@ from tests.hosts.together import free_port, place_in_run
 SECONDS_TO_START, SECONDS_TO_TELL = 40, 20
 FLAGS = {field: flag for flag, field in FIELDS_OF_FLAGS.items()}
 BASE = {
-    "device": "cpu", "num_devices": 1, "model": "mlp", "dataset": "digits", "batch_size": 64,
+    "device": "cpu", "model": "mlp", "dataset": "digits", "batch_size": 64,
     "epochs": 1, "verbose": 0,
 }  # fmt: skip
 DIFFERENT = [
@@ -180,7 +180,7 @@ def test_fields_that_may_differ_change_no_loss(backend, tmp_path):
 
 def start_programs(backend, program, of_host_1=()):
     port = free_port()
-    fields = json.dumps({"backend": backend, "num_devices": 1, "seed": 0})
+    fields = json.dumps({"backend": backend, "seed": 0})
     program, *arguments = program
     with ending() as programs:
         for rank in (0, 1):

@@ -144,9 +144,7 @@ def test_pods_of_kubernetes_stop_together_and_resume(started, backend):
     *_, job = yaml.safe_load_all(text)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     command = [word for line in container["command"] for word in line.split()]
-    places = {
-        entry["name"]: entry.get("value") for entry in container["env"] if entry["name"] not in ("HOME", "USER")
-    }
+    places = {entry["name"]: entry.get("value") for entry in container["env"] if entry["name"] not in ("HOME", "USER")}
     with netns.network(job["spec"]["completions"]) as hosts:
         for expected in (SAVED, 0):
             pods = [

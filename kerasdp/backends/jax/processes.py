@@ -110,11 +110,11 @@ def failing_together(cluster: Cluster | None) -> Iterator[None]:
     except BaseException as error:
         is_end = isinstance(error, SystemExit) and not error.code
         if cluster is not None and not is_end and not isinstance(error, PreemptedError | KeyboardInterrupt):
-            _tell(error)
+            _announce(error)
         raise
 
 
-def _tell(error: BaseException) -> None:
+def _announce(error: BaseException) -> None:
     words = f"{socket.gethostname()}, process {private.joined()[0]} failed: {outcome.line_of(error)}"
     kind = outcome.kind_of(error) or WorkerError
     with contextlib.suppress(Exception):  # another was first, or process 0 is gone
