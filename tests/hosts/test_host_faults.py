@@ -24,7 +24,7 @@ pytestmark = [
 SETTINGS = {"epochs": 400, "checkpoint_every": "20", "max_steps": 900, "log_every": 1, "hang_timeout": 20}
 # What a host says that has lost the other one: of torch's Gloo, of torchrun, of jax, of the kit.
 WORDS = re.compile(
-    r"^error: .*|.*stopped sending heartbeats.*"
+    r"^error: .*|^\w+Error: .*|.*stopped sending heartbeats.*|.*Terminating process because.*"
     r"|.*[Cc]onnection (?:reset|closed|refused).*|.*RendezvousConnectionError.*"
     r"|.*Failed to send RPC.*|.*exitcode +: .*|^Timeout .*",
     re.MULTILINE,
