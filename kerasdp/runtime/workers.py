@@ -185,10 +185,8 @@ class Workers:
         stacks = self._stacks()
         for name, stack in stacks.items():
             print(f"{name}:\n{stack.strip()}", file=sys.stderr, flush=True)
-        where, cure = watchdog.describe_stacks(stacks), "a higher --hang_timeout waits longer"
-        if "hangs" not in where and len(stacks) > 1:
-            cure += "; TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment lets torch compare what the ranks exchange"
-        return WorkerError(f"{where}: nothing moved for {seconds} s; {cure}")
+        where = watchdog.describe_stacks(stacks)
+        return WorkerError(f"{where}: nothing moved for {seconds} s; a higher --hang_timeout waits longer")
 
     def _unheeded(self) -> SystemExit | None:
         """Returns the end of workers that have not noted a signal that was passed on to them, or a second one."""
