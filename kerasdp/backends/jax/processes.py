@@ -25,6 +25,7 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.errors import PreemptedError, UserError, WorkerError
 from kerasdp.runtime import outcome
 from kerasdp.runtime.cluster import Cluster, Environment, number_in, require_same
+from kerasdp.runtime.device_errors import lost_process
 
 T = TypeVar("T")
 
@@ -110,7 +111,10 @@ def failing_together(cluster: Cluster | None) -> Iterator[None]:
     except BaseException as error:
         is_end = isinstance(error, SystemExit) and not error.code
         if cluster is not None and not is_end and not isinstance(error, PreemptedError | KeyboardInterrupt):
-            _announce(error)
+            lost = lost_process(error)
+            _announce(lost or error)
+            if lost is not None:
+                raise lost from error
         raise
 
 
