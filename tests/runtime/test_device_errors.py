@@ -78,13 +78,13 @@ def test_what_no_device_has_said_stays_as_it_is(error):
     ("text", "said"),
     [
         (
-            "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:501. This "
-            "is typically caused by a remote worker crashing.",
+            "[/__w/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:501. "
+            "This is typically caused by a remote worker crashing.",
             "Connection closed by peer [10.0.0.2]:501",
         ),
         (
-            "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [10.77.0.2]:6363: "
-            "Connection reset by peer",
+            "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error "
+            "[10.77.0.2]:6363: Connection reset by peer",
             "Read error [10.77.0.2]:6363: Connection reset by peer",
         ),
     ],
