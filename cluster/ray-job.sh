@@ -4,8 +4,8 @@
 #
 #     RAY_ADDRESS=http://HEAD:8265 sh cluster/ray-job.sh --backend=jax --workers=4 --gpus=1 --workdir=/shared/runs/mine
 #
-# The run makes its own secret, and hands it to its workers through Ray. Ray runs whatever is sent to it: keep strangers
-# out with a token (ray get-auth-token --generate; RAY_AUTH_MODE=token on all nodes and here) and a firewall.
+# Ray runs whatever is sent to it: keep strangers out with a token (ray get-auth-token --generate; RAY_AUTH_MODE=token on
+# all nodes and here) and a firewall.
 #
 # --workdir is in a folder that all nodes share; or the checkpoints are in an object store:
 # --checkpoint_dir=s3://bucket/run. Submitted again with --resume, the run continues; within one submission it is

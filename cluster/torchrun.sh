@@ -1,21 +1,16 @@
 #!/bin/bash
-# Trains on several machines with torchrun, which starts a process for each device.
+# Trains with torch on several machines with torchrun, which starts a process for each device.
 # Run it on each machine:
 #
-#     (umask 077 && openssl rand -hex 32 > ~/.kerasdp_secret)      once; copy it to machines that do not share it: scp -p
 #     cluster/torchrun.sh
 #
 # Environment, code and the folder of --workdir are shared, or at the same path. Edit the five lines marked with <--.
+# Whoever reaches the ports of torchrun and torch can run code there: the network between the machines is trusted.
 
 machines=2                          # <-- how many; 1:2: begins with one, and continues when the second joins or leaves
-devices=gpu                         # <-- of each machine: all its GPUs, or a number (with jax: 1)
+devices=gpu                         # <-- of each machine: all its GPUs, or a number
 first=node0:29400                   # <-- the first machine, where all meet
 source .venv/bin/activate           # <-- your environment
-
-# Who joins the run must know this, which is the same on each machine. Torchrun itself does not ask for it: whoever
-# reaches its port can run code, so let a firewall keep strangers out.
-KERASDP_SECRET="$(cat ~/.kerasdp_secret)" || exit 2
-export KERASDP_SECRET
 
 # If a machine or a process fails, torchrun starts all processes again, up to 3 times; --resume continues from the last
 # checkpoint. Without this variable the new processes read the addresses of the old ones, and hang (torch 2.13).

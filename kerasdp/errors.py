@@ -83,8 +83,6 @@ class RunError(Exception):
     """
 
     exit_code = 1
-    # Whether every process of the run raises it by itself.
-    is_shared = False
 
     def __init__(self, message: str):
         super().__init__(redacted(addressed(message)))
@@ -116,8 +114,6 @@ class DeviceError(RunError):
 class NonFiniteLossError(RunError):
     """The loss became NaN or infinite, at `step`."""
 
-    is_shared = True  # it is the loss of the global batch
-
     def __init__(self, message: str, step: int = 0):
         super().__init__(message)
         self.step = step
@@ -132,12 +128,6 @@ class PreemptedError(RunError):
 
     # Grid Engine requeues a job that ends with this code; other schedulers can be told to.
     exit_code = 99
-
-
-class SavedInterrupt(KeyboardInterrupt):
-    """Ctrl-C asked the run to end; it has saved a checkpoint, in all of its processes."""
-
-    is_shared = True
 
 
 class CheckpointError(RunError):
@@ -186,10 +176,3 @@ def end_in_a_line() -> None:
         former(kind, error, frames)
 
     sys.excepthook = show
-
-
-def shared(message: str) -> UserError:
-    """Returns a mistake that every process of the run finds by itself."""
-    error = UserError(message)
-    error.is_shared = True
-    return error

@@ -31,14 +31,13 @@ from kerasdp.errors import (
 )
 from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import memory, outcome, signals
-from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
+from kerasdp.runtime.cluster import Cluster, find_ranks
 from kerasdp.runtime.device_errors import explained
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
-from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.runtime.linked_processes import current_link, ending_together
+from kerasdp.runtime.ranks import ending_alike
 from kerasdp.runtime.returning import SentResult
 from kerasdp.runtime.sending import SentFunction, name_of, tf_data_of
-from kerasdp.runtime.watch import judging
+from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.runtime.workers import supervise
 
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
@@ -135,9 +134,32 @@ def resolve(settings: Config, train: Callable[..., Any]) -> Job:
     _check_takes_runner(train)
     settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
     check_installed(settings)
-    cluster = find_cluster(settings)
-    check_cluster(settings, cluster)
+    cluster = _find_cluster(settings)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and settings.keeps_checkpoints:
+        settings = dataclasses.replace(settings, resume=True)
     return Job(cluster, settings if cluster else settings.with_devices_for_stages(), train)
+
+
+def _find_cluster(settings: Config) -> Cluster | None:
+    """Returns which of several processes this is; None: the only one. Raises `UserError` if they cannot train so."""
+    found = None
+    if settings.backend == "jax":
+        found = importlib.import_module("kerasdp.backends.jax.processes").find_cluster()
+    found = found or find_ranks(str(settings.backend))
+    if found is None:
+        return None
+    if settings.backend == "torch" and settings.max_restarts:
+        raise UserError(
+            f"--max_restarts: not with the ranks of {found.source}, which may start them again, as torchrun "
+            "--max-restarts=3; leave it out"
+        )
+    if settings.backend == "jax" and (settings.accumulate > 1 or settings.strategy != "data"):
+        what = f"--accumulate={settings.accumulate}" if settings.accumulate > 1 else f"--strategy={settings.strategy}"
+        raise UserError(
+            f"{what}: on several machines there for --backend=torch only. Received: jax; use torch, or --strategy=data "
+            "without --accumulate"
+        )
+    return found
 
 
 def _check_takes_runner(train: Callable[..., Any]) -> None:
@@ -159,16 +181,13 @@ def _check_takes_runner(train: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
     """Makes the folders of a run, and keeps other runs out of them."""
-    # A machine that joins a run later finds the checkpoints of that run.
-    is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
-    # Where several hosts share the folder, host 0 locks it; hosts that come and go have no such host.
-    is_owner = cluster is None or (cluster.process == 0 and not cluster.is_elastic)
+    is_owner = cluster is None or cluster.process == 0  # where several hosts share the folder
     with (
-        config.prepared_workdir(settings.workdir, settings.resume or is_of_run),
+        config.prepared_workdir(settings.workdir, settings.resume),
         config.locked_workdir(settings.workdir if is_owner else None, settings.resume),
     ):
         if settings.checkpoint_dir is not None:
-            require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
+            require_folder(settings.checkpoint_dir, settings.resume)
         with locked_folder(settings) if is_owner else contextlib.nullcontext():
             yield
 
@@ -223,10 +242,8 @@ def _run(job: Job) -> Any:
     cluster, settings, train = job
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
-        if cluster is None and current_link() is not None:  # in which collectives would wait for the others
-            raise AlreadyStartedError("this program has joined those of other machines")
-        is_supervised = settings.max_restarts or settings.hang_timeout
-        if not is_supervised or (cluster and cluster.is_elastic):  # torch's launcher restarts those that come and go
+        is_rank = cluster is not None and settings.backend == "torch"  # whoever started it watches over it
+        if is_rank or not (settings.max_restarts or settings.hang_timeout):
             return _start(*job)
     except AlreadyStartedError as reason:
         if settings.verbose != 0:
@@ -243,12 +260,11 @@ def _unknown(name: str, value: Any) -> str:
 
 def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
     """Starts the workers."""
-    with ending_together(cluster):
-        with _native_stderr_suppressed(), signals.delayed():
-            backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
-        # With several machines, keep stderr: "waits for ..." lines must be visible.
-        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
-            devices = backend.make_devices(settings, cluster)
+    with _native_stderr_suppressed(), signals.delayed():
+        backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
+    # With several machines, keep stderr: what JAX says while it waits for the others must be visible.
+    with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
+        devices = backend.make_devices(settings, cluster)
     return backend.start_workers(_work, devices, settings, train)
 
 
@@ -303,7 +319,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     if settings.backend != "tensorflow" and not any(isinstance(each, _QuietTensorFlow) for each in sys.meta_path):
         sys.meta_path.insert(0, _QuietTensorFlow())
     told = _device_errors_told()
-    with signals.noticed(outcome.is_watched()), ending_together(devices.cluster), told:
+    with signals.noticed(), told:
         with signals.delayed():
             module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.strategy}_parallel")
         strategy = getattr(module, STRATEGIES[settings.strategy])(devices, settings)
@@ -318,19 +334,18 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
                 f"{name}, which {name_of(train)} refers to, is a tf.data.Dataset made before kerasdp.launch: if it "
                 f"shuffles, its order is not that of the run's seed; make it in {name_of(train)}"
             )
-        processes, link = strategy.processes, getattr(strategy.processes, "link", None)
-        if link is not None:
-            given = link.all_gather_object((settings.workdir, settings.resume))
+        processes, timeout = strategy.processes, settings.hang_timeout
+        if processes.num_processes > 1:
+            given = processes.all_gather_object((settings.workdir, settings.resume))
             # By default one of rank 0's time and number. A host that its first command starts again resumes, too.
             settings = dataclasses.replace(settings, workdir=given[0][0], resume=any(resume for _, resume in given))
-        tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
+            timeout = HANG_TIMEOUT if timeout is None else timeout
         says_so = settings.verbose != 0 and processes.rank == 0
-        heartbeat = Heartbeat(tell_after, link, compiler=str(settings.backend) if says_so else "")
-        heartbeat.mark_exchanges(strategy)
-        runner = Runner(settings, devices, strategy, heartbeat)
+        watchdog = Watchdog(timeout or None, compiler=str(settings.backend) if says_so else "")
+        strategy.compiling = watchdog.compiling
+        runner = Runner(settings, devices, strategy, watchdog)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
-        judged, run = judging(link, heartbeat, settings.hang_timeout), heartbeat.of_run()
-        with judged, run, _training(), runner.training_function(), one_prints, refused:
+        with ending_alike(processes), _training(), runner.training_function(), one_prints, refused:
             result = train(runner)
         if outcome.place() is None:
             return result

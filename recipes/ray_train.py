@@ -6,9 +6,9 @@
     python recipes/ray_train.py --help
 
 Connects with the cluster that this machine is part of, or that $RAY_ADDRESS names; where there is none, it starts one
-of this machine. --gpus is the number of devices of each worker. --workdir is in a folder that all nodes share, or
---checkpoint_dir is a URL. When a worker or its node is lost, all start again from the last checkpoint, --max_restarts
-times.
+of this machine. --gpus is the number of devices of each worker; with torch that is one. --workdir is in a folder that
+all nodes share, or --checkpoint_dir is a URL. When a worker or its node is lost, all start again from the last
+checkpoint, --max_restarts times.
 
 Expected of the first line: the loss curve of recipes/train.py.
 
@@ -18,7 +18,6 @@ Copy this file and recipes/train.py into your project and change what you like.
 import dataclasses
 import importlib.util
 import os
-import secrets
 import socket
 from typing import Any
 
@@ -28,27 +27,29 @@ import kerasdp
 
 
 def work(told: dict[str, Any]) -> str | None:
-    """Runs in each worker of Ray, which is one of the hosts of the run; returns a mistake that no restart helps."""
+    """Runs in each worker of Ray, a process of the run; returns a mistake that no restart helps."""
     import ray.train
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero
 
-    context = ray.train.get_context()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        own = f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}", secrets.token_hex(16)
-    address, os.environ["KERASDP_SECRET"] = broadcast_from_rank_zero(own)  # by Ray's own channel
+    context, config = ray.train.get_context(), told["config"]
     os.chdir(told["folder"])  # from where paths such as --model=my_model.py:build are meant
-    own_place = {"hosts": context.get_world_size(), "host_rank": context.get_world_rank(), "coordinator": address}
+    if config.backend == "jax" and config.device == "cpu":  # Ray joins JAX on GPUs and TPUs alone
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            address = broadcast_from_rank_zero(f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}")
+        os.environ["JAX_COORDINATOR_ADDRESS"] = address
+        os.environ["JAX_NUM_PROCESSES"] = str(context.get_world_size())
+        os.environ["JAX_PROCESS_ID"] = str(context.get_world_rank())
     try:
-        kerasdp.launch(train, told["config"], **own_place)
+        kerasdp.launch(train, config)
     except kerasdp.UserError as error:
         return str(error)
     return None
 
 
 def main(config: kerasdp.Config, num_workers: int) -> None:
-    """Runs on this machine; `train` runs in processes of the workers."""
+    """Runs on this machine; `train` runs in the workers."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # Ray's workers would leave the folder of the script
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # for a cluster that is gone Ray would try 13 minutes
     try:
@@ -63,14 +64,14 @@ def main(config: kerasdp.Config, num_workers: int) -> None:
     device = config.device
     if device == "auto":
         device = "gpu" if ray.cluster_resources().get("GPU") else "cpu"
-    count = config.num_devices or 1
-    # Ray calls a function in a thread, where no signal is handled: with a limit for hanging, processes train.
-    own = {"device": device, "num_devices": count, "workdir": workdir, "hang_timeout": config.hang_timeout or 600.0}
-    config, restarts = dataclasses.replace(config, **own, max_restarts=0, resume=True), config.max_restarts
     if config.backend == "jax" or importlib.util.find_spec("torch") is None:
         from ray.train.v2.jax import JaxTrainer as Trainer
+
+        config = dataclasses.replace(config, backend="jax")
     else:
         from ray.train.torch import TorchTrainer as Trainer
+    count, restarts = config.num_devices or 1, config.max_restarts
+    config = dataclasses.replace(config, device=device, workdir=workdir, max_restarts=0, resume=True)
     trainer = Trainer(
         work,
         train_loop_config={"config": config, "folder": os.getcwd()},

@@ -9,12 +9,11 @@ import pytest
 from kerasdp.errors import from_command_line
 from tests import proofs
 from tests.gpu.report import REPORT, write_report
-from tests.helpers import BACKENDS, SECRET, SERVERS
+from tests.helpers import BACKENDS, SERVERS
 
 # For the tests of code that is the same on every backend, which run in this process.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = BACKENDS[0]
-os.environ["KERASDP_SECRET"] = SECRET
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -30,15 +30,13 @@ HOST_BACKENDS = [name for name in BACKENDS if name != "tensorflow"]
 # For runs of programs/resume.py: 120 samples in batches of 13, 10 steps an epoch, the last with 3 samples.
 DEVICES = {"torch": 2, "jax": 4, "tensorflow": 1}
 NUM_STEPS = 40
-# Of the processes of several hosts.
-SECRET = "of the tests, of 16 letters or more"
 
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment without anything that chooses a backend."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KERAS", "XLA_", "JAX_"))}
     # Three programs run at a time, and torch's threads would spin while they wait.
-    return kept | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive", "KERASDP_SECRET": SECRET} | extra
+    return kept | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive"} | extra
 
 
 class Warm:

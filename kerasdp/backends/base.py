@@ -10,18 +10,12 @@ Each folder of `kerasdp.backends` has these names:
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from kerasdp.config import Config
 from kerasdp.data.sampling import Split
-from kerasdp.errors import UserError
-from kerasdp.runtime import addresses
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.link import Link
-from kerasdp.runtime.linked_processes import LinkedProcesses, current_link
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.workers import peak_memory_of_process
 
@@ -113,7 +107,6 @@ class SingleProcess:
     """`Processes` where one process drives all devices."""
 
     rank, num_processes = 0, 1
-    local = 0, 1
 
     def all_gather_object(self, value: T) -> list[T]:
         """See `Processes`."""
@@ -197,7 +190,7 @@ class Strategy(Protocol):
         return nullcontext()
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Returns the context of what compiles in a later step than the first: a heartbeat replaces it by its own."""
+        """Returns the context of what compiles in a later step than the first; `launch` gives a watchdog's."""
         return nullcontext()
 
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
@@ -277,33 +270,3 @@ class Strategy(Protocol):
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes that a device (on the CPU: this process) has used. Asks no other process."""
         return max(self.peak_memory_by_device(), default=0) or peak_memory_of_process()
-
-
-def processes_of(devices: Devices) -> Processes:
-    """Returns the processes of a run.
-
-    Raises:
-        UserError: if they do not drive equally many devices.
-    """
-    link = current_link()
-    if devices.cluster is None or link is None:
-        return SingleProcess()
-    counts = link.all_gather_object(devices.of_process)
-    if len(set(counts)) > 1:
-        words = ", ".join(f"{count} on {name}" for count, name in zip(counts, link.names))
-        raise UserError(f"--gpus: expected equally many devices of each process. Received: {words}")
-    return LinkedProcesses(link)
-
-
-def places_of_processes(link: Link) -> list[str]:
-    """Returns a `HOST:PORT` of each process, where nobody listens yet."""
-    own = link.own or addresses.LOOPBACK
-    with addresses.listen(own, 0) as probe:
-        port = probe.getsockname()[1]
-    return link.all_gather_object(f"{own}:{port}")
-
-
-def reach_without_proxy(places: Iterable[str]) -> None:
-    """Lets gRPC (jaxlib 0.10.2, TensorFlow 2.21), which would use a proxy, reach these `HOST:PORT` without one."""
-    hosts = (address.rpartition(":")[0].strip("[]") for address in places)
-    os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, [os.environ.get("no_proxy"), *hosts])))

@@ -14,7 +14,7 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint, require
 from kerasdp.config import Config
 from kerasdp.config.validation import versions
-from kerasdp.errors import CheckpointError, PreemptedError, SavedInterrupt, UserError, way_to_resume
+from kerasdp.errors import CheckpointError, PreemptedError, UserError, way_to_resume
 from kerasdp.keras_compat.models import set_monitor_direction
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
@@ -304,7 +304,7 @@ class Checkpointer:
         (is_saved,) = self.processes.broadcast_from_rank0([float(self.last_good == path)])
         signal = signals.noted()
         if signal is signals.INTERRUPT:
-            raise SavedInterrupt
+            raise KeyboardInterrupt
         name = "a signal to another process" if signal is None else signal.name
         saved = f"saved in {path}" if is_saved else "which could not be saved"
         way = way_to_resume(self.config.workdir, self.config.checkpoint_dir)

@@ -131,8 +131,6 @@ class Recipe:
         return self.reason or f"it belongs to recipes/{owner}.py"
 
 
-_MACHINES = ["hosts", "host_rank", "coordinator", "interface"]
-_ALONE = {"it trains on this machine alone": _MACHINES}
 _FILES = ["tracker", "resume", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 _DEVICES = ["backend", "num_devices", "device"]
 _DATA = ["dataset", "data_dir", "batch_size"]
@@ -148,7 +146,6 @@ RECIPES = {
             "what is compared differs in backend and number of devices alone": [
                 "strategy", "accumulate", "tracker",
             ],
-            **_ALONE,
         },
     ),
     "bisection": Recipe(
@@ -165,19 +162,16 @@ RECIPES = {
             "use --split_sizes": ["split_size"],
             "use --repetitions": ["epochs", "max_steps"],
             "a study keeps nothing of what it trains": _FILES,
-            **_ALONE,
         },
     ),
     "sweep": Recipe(
         own=["trials"],
         refused={
             "each run of a sweep has its checkpoints in its own folder": ["checkpoint_dir"],
-            **_ALONE,
         },
     ),
     "ray_train": Recipe(
         own=["workers"],
-        refused={"Ray starts the workers: use --workers": _MACHINES},
     ),
     "from_scratch": Recipe(
         takes=[*_DEVICES, *_DATA, "model", "workdir", "epochs", "learning_rate", "seed", "precision"],

@@ -82,6 +82,7 @@ class Choice:
         unset: what happens where it is None.
         only: which backends and strategies have it.
         convert: makes a value of its type of what people in Python have instead.
+        of_host: whether the hosts of a run may have it differently.
         name: its field.
         kinds: its types.
         default: its value if nothing is said.
@@ -93,6 +94,7 @@ class Choice:
     unset: str
     only: Sequence[Only]
     convert: Callable[[Any], Any]
+    of_host: bool = False
     name: str = ""
     kinds: tuple[type, ...] = ()
     default: Any = None
@@ -128,9 +130,10 @@ def choice(
     *,
     only: Sequence[Only] = (),
     convert: Callable[[Any], Any] = lambda value: value,
+    of_host: bool = False,
 ) -> T:
     """Makes a field of a dataclass that is a choice. Args as in `Choice`."""
-    known = Choice(group=group, allowed=allowed, help=help, unset=unset, only=only, convert=convert)
+    known = Choice(group=group, allowed=allowed, help=help, unset=unset, only=only, convert=convert, of_host=of_host)
     return dataclasses.field(default=default, metadata={"choice": known})
 
 

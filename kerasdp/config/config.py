@@ -23,7 +23,6 @@ from kerasdp.config.choices import (
     choice,
     documented,
     is_count,
-    is_count_or_range,
     number_as_text,
     one_of,
     path_as_text,
@@ -33,13 +32,12 @@ from kerasdp.config.validation import BACKENDS, DATASETS, MODELS, PRECISIONS, TR
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
 
-# Seconds: as long as NCCL waits in a collective, so that no run ends by it that would have gone through on GPUs.
-HANG_TIMEOUT = 600.0
+# Seconds.
+HANG_TIMEOUT = 300.0
 
 # The groups of the flags.
 DEVICES = "Backend and devices"
 CUT = validation.CUT
-MACHINES = "Several machines (docs/many-machines.md)"
 DATA = "Model and data"
 TRAINING = "Training"
 OUTPUT = "Output"
@@ -61,7 +59,8 @@ class Config:
     backend: str | None = choice(None, DEVICES, one_of(*BACKENDS), f"Framework that trains: {', '.join(BACKENDS)}.",
         "that of Keras if it is imported, else $KERAS_BACKEND, else that of keras.json, else the first installed")
     num_devices: int | None = choice(None, DEVICES, COUNT,
-        "Devices of each machine: GPUs, TPUs, or, where there are none, virtual CPU devices.", "all GPUs or TPUs, or 1")
+        "Devices of each machine (with jax of each process that is started): GPUs, TPUs, or, where there are none, "
+        "virtual CPU devices.", "all GPUs or TPUs, or 1")
     device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
         "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices.",
         only=[Only("tpu", ["jax"], instead="another --device")])
@@ -104,19 +103,6 @@ class Config:
     pipeline_schedule: str = choice("gpipe", CUT, one_of("gpipe", "1f1b"),
         "gpipe: all forward passes first; 1f1b: backward passes as soon as possible.")
 
-    hosts: str | None = choice(None, MACHINES,
-        Range("a number of machines, or the least and the most of them as 1:3", is_count_or_range),
-        "Number of machines, or the least and the most as 1:3 (torch), while some leave and others join.",
-        "what torchrun, mpirun or srun say, else 1", convert=number_as_text,
-        only=[Only(None, ["torch", "jax"], why="Keras 3 has no strategy for several machines")])
-    host_rank: int | None = choice(None, MACHINES, Range("a whole number from 0", FROM_0.holds),
-        "Number of this machine, from 0.", "$JOB_COMPLETION_INDEX")
-    coordinator: str | None = choice(None, MACHINES,
-        Range("the address and port of host 0, as 10.0.0.1:29500", validation.is_address),
-        "Where machine 0 listens for the others: ADDRESS:PORT.")
-    interface: str | None = choice(None, MACHINES, Range("a network interface, as eth0"),
-        "Network interface between the machines.", "the one on the way to --coordinator")
-
     model: str = choice("lenet", DATA, NAME,
         f"{', '.join(MODELS)}, or your own: path/to/file.py:function or package.module:function, called as "
         "f(input_shape=, num_classes=), which returns a Keras model that gives logits.")
@@ -125,7 +111,7 @@ class Config:
         "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
     data_dir: str | None = choice(None, DATA, FOLDER,
         "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for images a sub-folder per class.",
-        "where Keras or the system keeps them", convert=path_as_text)
+        "where Keras or the system keeps them", convert=path_as_text, of_host=True)
 
     batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
     accumulate: int = choice(1, TRAINING, COUNT,
@@ -146,14 +132,15 @@ class Config:
         "the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
-        "a new one in runs/; from Python none", convert=path_as_text)
+        "a new one in runs/; from Python none", convert=path_as_text, of_host=True)
     log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
     verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2, 3),
         "0: nothing, 1: progress bar, 2: a line per epoch, 3: also the curve of the loss so far.",
-        "1 in a terminal, 3 in a notebook, else 2", convert=switch_as_number)
+        "1 in a terminal, 3 in a notebook, else 2", convert=switch_as_number, of_host=True)
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),
-        f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere")
+        f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere",
+        of_host=True)
 
     checkpoint_every: str = choice("epoch", FAULTS,
         Range("epoch, never, steps (as 50) or minutes (as 10m)",
@@ -161,21 +148,22 @@ class Config:
         "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.", convert=number_as_text)
     checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
         "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
-        "checkpoints in --workdir", convert=path_as_text)
+        "checkpoints in --workdir", convert=path_as_text, of_host=True)
     checkpoint_weights: str = choice("all", FAULTS, one_of("all", "trained"),
         "Weights of the model that checkpoints hold: all, or trained: all but the frozen ones, which a resumed run "
         "must have from where the first had them: a file, a preset, the seed.")
     keep: int = choice(3, FAULTS, COUNT,
         "Number of newest checkpoints to keep; the best one, by validation loss (else training loss), is kept as well.")
     resume: bool = choice(False, FAULTS, SWITCH,
-        "Resume from the newest checkpoint, on any backend and number of devices; else start from the beginning.")
+        "Resume from the newest checkpoint, on any backend and number of devices; else start from the beginning.",
+        of_host=True)
     max_restarts: int = choice(0, FAULTS, FROM_0,
         "How often to restart from the last checkpoint when a worker dies or hangs.")
     hang_timeout: float | None = choice(None, FAULTS,
         Range("a number of seconds, or 0 for never", lambda seconds: math.isfinite(seconds) and seconds >= 0),
         "Seconds without a move after which the run is ended, or restarted; more than the longest step or callback "
         "takes; what may compile has an hour. 0: never.",
-        "600 with torch on several devices, where ranks wait for each other; else a line says where")
+        "300 where several processes wait for each other, as torch's on several devices; else never")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -183,12 +171,6 @@ class Config:
         validation.check(self)
 
     check_replicas = validation.check_replicas
-
-    @property
-    def host_range(self) -> tuple[int, int]:
-        """Returns the least and the most hosts of the run, of those that `hosts` names."""
-        fewest, _, most = (self.hosts or "1").partition(":")
-        return int(fewest), int(most or fewest)
 
     @property
     def may_use_tf32(self) -> bool:

@@ -28,21 +28,14 @@ _OF_SEVERAL_DEVICES = {
 CUT = "Models cut over several devices"
 
 
-def is_address(text: str) -> bool:
-    """Returns whether a text is an address and a port."""
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-
-
 def check(config: Any) -> None:
     """Raises `UserError` if choices of a `Config` do not go together."""
     _check_files(config)
     _check_names(config)
     _check_strategy(config)
     _check_where(config)
-    _check_hosts(config)
     if config.num_devices is not None:
-        config.check_replicas(config.num_replicas(config.num_devices * config.host_range[1]))
+        config.check_replicas(config.num_replicas(config.num_devices))
 
 
 def check_installed(config: Any) -> None:
@@ -137,19 +130,6 @@ def _check_where(config: Any) -> None:
                 )
             if only.strategies and config.strategy not in only.strategies:
                 raise UserError(f"{what}: not together with --strategy={config.strategy}; leave out one of them")
-
-
-def _check_hosts(config: Any) -> None:
-    fewest, most = config.host_range
-    if config.hosts is None and config.host_rank is not None:
-        raise UserError("--host_rank says which of several machines this is: add --hosts=NUMBER")
-    if config.host_rank is not None and config.host_rank >= most:
-        raise UserError(f"--host_rank: expected a number below --hosts={config.hosts}. Received: {config.host_rank}")
-    if fewest < most and config.backend not in (None, "torch"):
-        raise UserError(
-            f"--hosts={config.hosts}: hosts leave and join with --backend=torch only. Received: {config.backend}; give "
-            "one number"
-        )
 
 
 def check_replicas(config: Any, num_replicas: int) -> None:

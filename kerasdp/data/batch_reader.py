@@ -103,10 +103,9 @@ class BatchReader(abc.ABC):
         """Returns, in JSON, what `resume_at` needs to continue with a batch; None if that is nothing."""
         return None
 
+    @abc.abstractmethod
     def end_epoch(self, number: int) -> None:
         """Ends an epoch of which the batches before `number` were taken."""
-        if self._scatter is not None:
-            self._scatter.finish()
 
     def first(self) -> Batch:
         """Returns the first batch, for its shapes; it will come again."""
@@ -164,7 +163,7 @@ class BatchReader(abc.ABC):
                 known = type(raised) if isinstance(raised, UserError) else WorkerError
                 text = str(raised) if known is UserError else f"rank 0 could not read a batch: {raised!r}"
                 parts = [known(text)] * self._num_processes
-        part = self._scatter(parts, number, wait=number == _FIRST or error is not None)
+        part = self._scatter(parts, number)
         if error is not None:
             raise error
         if isinstance(part, Exception):
@@ -257,7 +256,6 @@ class IndexedReader(BatchReader):
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`."""
-        super().end_epoch(number)
         self._held, self._is_begun = None, False
         if self._pool is not None:
             self._pool.shutdown()
@@ -383,7 +381,6 @@ class StreamReader(BatchReader):
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`. Of an object that can be read only once, what was read ahead will come again."""
-        super().end_epoch(number)
         items = [item for place, item in self._read_last if place >= number]
         if self._is_read_once and self._stream is not None:
             self._stream.give_back(items)

@@ -7,7 +7,9 @@ import importlib.util
 import json
 import os
 import platform
+import stat
 import sys
+import tempfile
 import time
 
 from kerasdp.config import Config
@@ -48,11 +50,6 @@ class Devices:
     def of_process(self) -> int:
         """Returns how many of them belong to each process that was started: equally many."""
         return self.count // (self.cluster.num_processes if self.cluster else 1)
-
-    @property
-    def of_machine(self) -> int:
-        """Returns how many of them belong to this machine."""
-        return self.of_process * (self.cluster.local_processes if self.cluster else 1)
 
     @property
     def is_accelerator(self) -> bool:
@@ -146,31 +143,6 @@ def _backend_of_file() -> str | None:
     return chosen.get("backend")
 
 
-def devices_of_process(config: Config, cluster: Cluster | None) -> int | None:
-    """Returns how many devices this process is asked to have: its share of those of its machine.
-
-    None: all that there are.
-
-    Raises:
-        UserError: if the processes of a machine cannot share them equally.
-    """
-    local = cluster.local_processes if cluster else 1
-    if config.num_devices is not None and config.num_devices % local:
-        raise UserError(
-            f"--gpus: expected a multiple of the {local} processes that {cluster and cluster.source} starts on each "
-            f"machine. Received: {config.num_devices}"
-        )
-    return config.num_devices and config.num_devices // local
-
-
-def share_of_process(num_found: int, cluster: Cluster | None) -> range:
-    """Returns which of the GPUs of a machine are this process's, where its processes see all of them."""
-    if cluster is None or cluster.local_processes == 1 or num_found % cluster.local_processes:
-        return range(num_found)  # the last: each process sees its own only
-    share = num_found // cluster.local_processes
-    return range(cluster.local_process * share, (cluster.local_process + 1) * share)
-
-
 def choose_devices(
     config: Config,
     num_found: int,
@@ -202,7 +174,7 @@ def choose_devices(
             f"--device={config.device}: this backend sees no {config.device.upper()}; use --device=cpu for virtual CPU "
             "devices, or see docs/accelerators.md"
         )
-    asked = 1 if is_rank else devices_of_process(config, cluster)
+    asked = 1 if is_rank else config.num_devices
     num_processes = cluster.num_processes if cluster else 1
     if config.device == "cpu" or num_found == 0:
         reason = "as asked" if config.device == "cpu" else "no GPU found"
@@ -244,6 +216,21 @@ def cache_folder(name: str) -> str | None:
         return None
     _shrink(folder)
     return folder
+
+
+def private_folder() -> str:
+    """Returns this user's folder of temporary files, which nobody else can enter.
+
+    Raises:
+        UserError: if another user has made a folder of that name.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"kerasdp-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"expected {path} to be a folder of this user alone (mode 0700); remove it, or set TMPDIR")
+    return path
 
 
 def _shrink(folder: str) -> None:

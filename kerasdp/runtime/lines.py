@@ -3,11 +3,8 @@
 import inspect
 import os
 import re
-import sys
 import sysconfig
-import threading
 import traceback
-import types
 
 _KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
@@ -19,24 +16,17 @@ def is_of_user(path: str) -> bool:
     return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
 
 
-def is_of_framework(place: str) -> bool:
-    """Returns whether a place, as `place_of` returns it, is a framework's own."""
-    return any(f"{os.sep}{name}{os.sep}" in place for name in ("jax", "jaxlib", "tensorflow", "torch"))
+def is_standard(path: str) -> bool:
+    """Returns whether a file is of the standard library, in whose folder the packages may be."""
+    return path.startswith((_STANDARD, "<frozen")) and not path.startswith(_PACKAGES)
 
 
-def place_of(thread: int) -> str:
-    """Returns the line where a user would look: where a thread is, or the one that it waits for."""
-    frames = sys._current_frames()  # No public way: faulthandler writes text alone.
-    own = frames.pop(thread)
-    frames.pop(threading.get_ident(), None)
-    for frame in (own, *frames.values()):
-        # Code of the user that the kit calls; of the run's thread, the training function, too.
-        if (place := _innermost(frame, of_user=True)) and (frame is own or _is_called_by_kit(frame)):
-            return place
-    return _innermost(own)
+def is_of_kit(path: str) -> bool:
+    """Returns whether a file is of this package."""
+    return path.startswith(_KIT)
 
 
-def of_error(error: BaseException, num_places: int = 1) -> str:
+def of_error(error: BaseException, num_places: int) -> str:
     """Returns an error in a line, with so many lines of the user, the innermost first."""
     # Keras (3.15) writes the message in bold, and the arguments after it.
     text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0].split())[:400]
@@ -55,18 +45,3 @@ def of_call() -> str:
         if is_of_user(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return ""
-
-
-def _innermost(frame: types.FrameType, of_user: bool = False) -> str:
-    """Returns the innermost line that is not the standard library's; of the user: unless the kit's is further in."""
-    for found, line in traceback.walk_stack(frame):
-        path = found.f_code.co_filename
-        if of_user and path.startswith(_KIT):
-            return ""
-        if is_of_user(path) or (not of_user and path.startswith((_PACKAGES, _KIT))):
-            return f"{path}:{line}, in {found.f_code.co_name}"
-    return ""
-
-
-def _is_called_by_kit(frame: types.FrameType) -> bool:
-    return any(found.f_code.co_filename.startswith(_KIT) for found, _ in traceback.walk_stack(frame))

@@ -23,13 +23,11 @@ class Place(NamedTuple):
         folder: of its run, which only this user can enter.
         number: of the process among those of this machine.
         num_workers: how many these are.
-        is_watched: whether the process that has started it sees where it is, and ends it where it hangs.
     """
 
     folder: str
     number: int
     num_workers: int
-    is_watched: bool = True
 
 
 class Outcome(NamedTuple):
@@ -39,14 +37,12 @@ class Outcome(NamedTuple):
         time: when, in seconds of `time.monotonic`.
         error: a `RunError` or SystemExit that it raised.
         frames: the stack of whatever it raised; empty: it returned.
-        is_echo: whether it ended for another process.
         result: what its function returned, pickled.
     """
 
     time: float
     error: RunError | SystemExit | None = None
     frames: str = ""
-    is_echo: bool = False
     result: bytes = b""
 
     def as_error(self, words: str) -> BaseException:
@@ -71,9 +67,16 @@ def place() -> Place | None:
     return _place
 
 
-def is_watched() -> bool:
-    """Returns whether another process on this machine sees what becomes of this one."""
-    return _place is not None and _place.is_watched
+def note_signal() -> None:
+    """Marks that this worker has noted a signal, and so ends."""
+    if _place is not None:
+        with contextlib.suppress(OSError), open(_mark(_place), "w"):
+            pass
+
+
+def has_noted_signal(place: Place) -> bool:
+    """Returns whether a worker has noted a signal."""
+    return os.path.exists(_mark(place))
 
 
 def write_result(result: Any) -> None:
@@ -81,14 +84,14 @@ def write_result(result: Any) -> None:
     _write(Outcome(time.monotonic(), result=pickle.dumps(result)))
 
 
-def write_error(error: BaseException, is_echo: bool = False) -> None:
+def write_error(error: BaseException) -> None:
     """Ends a worker with an error. The first one counts."""
     known: RunError | SystemExit | None = None
     if isinstance(error, SystemExit):
         known = SystemExit(error.code if isinstance(error.code, int | None) else str(error.code))
     elif (kind := kind_of(error)) is not None:
         known = kind(str(error))
-    _write(Outcome(time.monotonic(), known, "".join(traceback.format_exception(error)), is_echo))
+    _write(Outcome(time.monotonic(), known, "".join(traceback.format_exception(error))))
 
 
 def read(place: Place) -> Outcome | None:
@@ -103,7 +106,7 @@ def leave_with(error: RunError) -> None:
     if _place is None:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
-        write_error(error, is_echo=True)
+        write_error(error)
     sys.stdout.flush()
     os._exit(error.exit_code)
 
@@ -132,7 +135,7 @@ def _write(outcome: Outcome) -> None:
     if _place is None:
         return
     path, content = _path(_place), pickle.dumps(tuple(outcome))
-    with _lock:  # a link may end this process for another one while it fails
+    with _lock:  # another process's error may end this one while it fails
         if not os.path.exists(path):
             try:
                 with open(f"{path}.new", "wb") as file:
@@ -146,3 +149,7 @@ def _write(outcome: Outcome) -> None:
 
 def _path(place: Place) -> str:
     return os.path.join(place.folder, f"outcome-{place.number}")
+
+
+def _mark(place: Place) -> str:
+    return os.path.join(place.folder, f"signal-{place.number}")

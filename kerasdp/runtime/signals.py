@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from kerasdp.errors import PreemptedError, RunError
+from kerasdp.errors import RunError
+from kerasdp.runtime import outcome
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = signal.SIGINT
@@ -54,11 +55,8 @@ def _within(context: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noticed(is_watched: bool = False) -> Iterator[None]:
-    """Notes the signals that come within the context. Has no effect outside of the main thread, or within another one.
-
-    `is_watched`: whether another process kills this one if it does not note them.
-    """
+def noticed() -> Iterator[None]:
+    """Notes the signals that come within the context; has no effect in another thread, or within another one."""
     if _context or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -68,7 +66,7 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
     if signal.getsignal(INTERRUPT) is signal.default_int_handler:
         handlers[INTERRUPT] = _note
     try:
-        with _within("noticed"), _arrivals(handlers, is_watched), _handlers(handlers), _raised_again():
+        with _within("noticed"), _arrivals(handlers), _handlers(handlers), _raised_again():
             yield
     except Exception as error:
         # A framework's native code may make an error of its own of an exception that went through it, and so does
@@ -80,14 +78,14 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def passed_on(processes: Callable[[], Iterable[Any]], saves: Callable[[], bool] | None = None) -> Iterator[None]:
+def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting.
+
+    Ctrl-C is passed on as SIGUSR1: they do not heed SIGINT, which a terminal sends to each of them, too. A second one
+    is raised here.
 
     Args:
         processes: returns those that live.
-        saves: returns whether one of them would save a checkpoint. Then Ctrl-C is passed on, as SIGUSR1: they do not
-            heed SIGINT, which a terminal sends to each of them, too. Else, and at a second Ctrl-C, it is raised here.
-            None: something else handles it.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, also where the workers have saved.
@@ -102,25 +100,26 @@ def passed_on(processes: Callable[[], Iterable[Any]], saves: Callable[[], bool] 
         if number == INTERRUPT:
             if _is_copy():
                 return
-            if _noted or saves is None or not saves():
+            if _noted:
                 _noted.append(number)
                 raise KeyboardInterrupt
         _noted.append(number)
+        outcome.note_signal()
         _passed_on.append(time.monotonic())
         workers = list(processes())
         if not workers:  # not yet
-            raise SystemExit(128 + number)
+            raise _ending(number)
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, _as_passed_on(number))
 
     handlers = dict.fromkeys(_SIGNALS, pass_on)
-    if saves is not None and signal.getsignal(INTERRUPT) in (signal.default_int_handler, _note):
+    if signal.getsignal(INTERRUPT) in (signal.default_int_handler, _note):
         handlers[INTERRUPT] = pass_on
     try:
         with _within("passed_on"), _handlers(handlers):
             yield
-    except (PreemptedError, SystemExit):
+    except (RunError, SystemExit):  # also of a rank that found another one gone
         if INTERRUPT in _noted:
             raise KeyboardInterrupt from None
         raise
@@ -178,16 +177,6 @@ def noted() -> signal.Signals | None:
     return signal.Signals(_noted[0]) if _noted else None
 
 
-def is_awaited() -> bool:
-    """Returns whether the program is in a `fit` with checkpoints."""
-    return _context == "awaited"
-
-
-def is_finishing() -> bool:
-    """Returns whether a signal has been noted, and the run ends after its step, with a checkpoint."""
-    return bool(_noted) and _context == "awaited"
-
-
 def seconds_since_passed_on() -> list[tuple[int, float]]:
     """Returns the signals that were passed on, with the seconds since."""
     now = time.monotonic()
@@ -214,6 +203,7 @@ def _note(number: int, _: Any) -> None:
     is_awaited = _context == "awaited" and not (number == INTERRUPT and _noted)
     is_again = number in _noted and number != INTERRUPT
     _noted.append(number)
+    outcome.note_signal()
     if not (is_again or is_awaited):
         _raised.append(number)
         raise _ending(number)
@@ -261,13 +251,13 @@ def _raised_again() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _arrivals(numbers: Collection[int], is_watched: bool) -> Iterator[None]:
+def _arrivals(numbers: Collection[int]) -> Iterator[None]:
     """Ends this process at a second signal; or if the main thread stays in native code, where no handler is called."""
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     other, _pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
-    threading.Thread(target=_watch, args=(reader, other, numbers, is_watched), daemon=True, name="signals").start()
+    threading.Thread(target=_watch, args=(reader, other, numbers), daemon=True, name="signals").start()
     try:
         yield
     finally:
@@ -276,7 +266,7 @@ def _arrivals(numbers: Collection[int], is_watched: bool) -> Iterator[None]:
         os.close(writer)  # with which the thread ends
 
 
-def _watch(reader: int, other: int, numbers: Collection[int], is_watched: bool) -> None:
+def _watch(reader: int, other: int, numbers: Collection[int]) -> None:
     """Runs in a thread.
 
     `numbers`: of the signals that count. `other`: a pipe of an event loop, as in a notebook, that gets all, too; -1:
@@ -286,7 +276,7 @@ def _watch(reader: int, other: int, numbers: Collection[int], is_watched: bool) 
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
             looked = time.monotonic()
-            seconds = min([*(end - looked for end in _ends(arrived, is_watched)), _SECONDS_BETWEEN_LOOKS])
+            seconds = min([*(end - looked for end in _ends(arrived)), _SECONDS_BETWEEN_LOOKS])
             if seconds <= 0:
                 _leave(arrived[-1][0])
                 return
@@ -311,7 +301,7 @@ def _watch(reader: int, other: int, numbers: Collection[int], is_watched: bool) 
                 arrived.append((number, now))
 
 
-def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]:
+def _ends(arrived: list[tuple[int, float]]) -> Iterator[float]:
     """Yields when this process is to be ended, for what has arrived."""
     if _context == "passed_on":  # those that it is passed on to are looked after
         return
@@ -321,7 +311,7 @@ def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]
             yield since + _SECONDS_TO_LEAVE
     elif number:
         yield since + _SECONDS_TO_LEAVE * (_context != "awaited")
-    if arrived and arrived[0][0] not in _noted and not is_watched:
+    if arrived and arrived[0][0] not in _noted and outcome.place() is None:  # else its parent kills it
         yield arrived[0][1] + SECONDS_TO_NOTE
 
 

@@ -22,10 +22,7 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import memory, outcome, signals, watch
-from kerasdp.runtime.cluster import MEETING_PLACE
-from kerasdp.runtime.heartbeat import Rank, read_rank
-from kerasdp.runtime.linked_processes import current_link
+from kerasdp.runtime import memory, outcome, signals, watchdog
 from kerasdp.runtime.outcome import Outcome, Place
 from kerasdp.runtime.returning import SentResult
 from kerasdp.runtime.sending import not_run_again, sent
@@ -36,6 +33,10 @@ _SECONDS_TO_END = 5.0
 # A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
 # that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
+# After a signal, and after a second one: what does not heed it is killed. Kubernetes waits for 30 s, Docker for 10 s.
+_SECONDS_TO_HEED, _SECONDS_TO_HEED_AGAIN = 20.0, 5.0
+# For each to write where it stands.
+_SECONDS_TO_WRITE = 1.0
 # Of where it is, how it ends and what it returns.
 _BYTES_OF_A_WORKER = 2**17
 # What a process reads of its environment when it imports a framework: a server that has imported it is of no use to
@@ -64,7 +65,7 @@ def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., A
 
     Args:
         work: runs the workers.
-        settings: `max_restarts` and `hang_timeout` are read.
+        settings: `max_restarts` is read.
         train: the user-defined function.
 
     Raises:
@@ -72,7 +73,7 @@ def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., A
     """
     for restart in range(1, settings.max_restarts + 2):
         try:
-            return run_workers(work, (settings, train), names=["the worker"], timeout=settings.hang_timeout or None)
+            return run_workers(work, (settings, train), names=["the worker"])
         except WorkerError as error:
             if restart > settings.max_restarts or signals.noted() is not None:
                 raise
@@ -89,7 +90,6 @@ def run_workers(
     names: list[str],
     variables: Callable[[int], Mapping[str, str]] = lambda number: {},
     preload: list[str] | None = None,
-    timeout: float | None = None,
 ) -> Any:
     """Calls a function in a new process for each name, watches over them, and returns what the first one returned.
 
@@ -100,7 +100,6 @@ def run_workers(
         variables: returns what a process has in its environment besides what is here, by its number.
         preload: modules that each process needs. A server imports them once, and forks for each process, in this run
             and later ones. None: each process starts anew, as those must that use a GPU which is in use here.
-        timeout: seconds after which workers in which nothing moves are ended. None: never.
 
     Raises:
         UserError: if an argument refers to something that cannot be sent, or the disk is full.
@@ -116,8 +115,6 @@ def run_workers(
             raise UserError(f"{disk.free >> 10} KiB are free in {where}: make room, or set TMPDIR to another folder")
         places = [Place(folder, number, len(names)) for number in range(len(names))]
         environment = dict(os.environ)
-        if len(names) > 1:
-            environment[MEETING_PLACE] = os.path.join(folder, "meeting")
         context: Any = multiprocessing.get_context("spawn" if preload is None else _server(preload))
         workers = Workers(
             [
@@ -127,10 +124,9 @@ def run_workers(
                 for place, name in zip(places, names)
             ],
             places,
-            timeout,
         )
         stack.callback(workers.kill)
-        with signals.passed_on(workers.living, workers.saves), not_run_again():
+        with signals.passed_on(workers.living), not_run_again():
             for process in workers.processes:
                 with signals.delayed():  # one whose start is cut short would run, and nobody would know of it
                     _start(process)
@@ -142,21 +138,15 @@ def run_workers(
 class Workers:
     """Processes that run the same function."""
 
-    def __init__(self, processes: list[Any], places: list[Place], timeout: float | None):
-        """`processes`: of `multiprocessing`, not yet started; `timeout`: see `run_workers`."""
-        self.processes, self._places, self._judge = processes, places, watch.Judge(timeout)
+    def __init__(self, processes: list[Any], places: list[Place]):
+        """`processes`: of `multiprocessing`, not yet started."""
+        self.processes, self._places = processes, places
         self._died: dict[int, float] = {}
         self._num_killed = _num_killed_for_memory()
 
     def living(self) -> list[Any]:
         """Returns those that have been started and have not ended."""
         return [process for process in self.processes if process.pid is not None and process.is_alive()]
-
-    def saves(self) -> bool:
-        """Returns whether one of them trains, and would save a checkpoint after its step, as far as is known."""
-        known = [rank for rank in self._ranks() if rank is not None]
-        # A single one that is not known may watch over others, which know it.
-        return any(rank.saves for rank in known) or (len(self.processes) == 1 and not known and bool(self.living()))
 
     def kill(self) -> None:
         """Ends all at once."""
@@ -170,7 +160,7 @@ class Workers:
         """Waits until all have returned.
 
         Raises:
-            RunError: if one fails, or all hang or do different things.
+            RunError: if one fails, or nothing moves in one.
             SystemExit: if they end because of a signal, or call `sys.exit`.
         """
         failed_since = 0.0
@@ -184,16 +174,46 @@ class Workers:
                     raise self._error(*failed) from None
             elif not living:
                 return
-            elif error := self._judge(self._ranks()) or watch.unheeded(self._ranks()):
+            elif error := self._hanging() or self._unheeded():
                 raise error
 
-    def _ranks(self) -> list[Rank | None]:
-        # The only worker of a run is rank 0, whatever it is called.
-        names = [each.name for each in self.processes] if len(self.processes) > 1 else ["rank 0"]
-        return [read_rank(place, name) for place, name in zip(self._places, names)]
+    def _hanging(self) -> WorkerError | None:
+        """Returns the error of a run in which nothing moves, and prints where each worker stands."""
+        seconds = next(filter(None, map(watchdog.seconds_without_a_move, self._places)), 0)
+        if not seconds:
+            return None
+        stacks = self._stacks()
+        for name, stack in stacks.items():
+            print(f"{name}:\n{stack.strip()}", file=sys.stderr, flush=True)
+        where = watchdog.describe_stacks(stacks)
+        return WorkerError(f"{where}: nothing moved for {seconds} s; a higher --hang_timeout waits longer")
+
+    def _unheeded(self) -> SystemExit | None:
+        """Returns the end of workers that have not noted a signal that was passed on to them, or a second one."""
+        passed = signals.seconds_since_passed_on()
+        if not passed:
+            return None
+        number, seconds = passed[0]
+        again = [since for _, since in passed[1:] if seconds - since > signals.SECONDS_OF_ONE]
+        have_noted = all(map(outcome.has_noted_signal, self._places))
+        if (seconds <= _SECONDS_TO_HEED or have_noted) and max(again, default=0.0) <= _SECONDS_TO_HEED_AGAIN:
+            return None
+        words, name = watchdog.describe_stacks(self._stacks()), signal.Signals(number).name
+        print(f"{name} was not heeded for {seconds:.0f} s: {words}; killed", file=sys.stderr, flush=True)
+        return SystemExit(128 + number)
+
+    def _stacks(self) -> dict[str, str]:
+        """Returns where each living worker stands, by its name."""
+        living = [(place, each) for place, each in zip(self._places, self.processes) if each in self.living()]
+        for place, process in living:
+            if not watchdog.read_stack(place):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, watchdog.SIGNAL)
+        time.sleep(_SECONDS_TO_WRITE)
+        return {process.name: watchdog.read_stack(place) for place, process in living}
 
     def _failed(self) -> list[tuple[int, Outcome | None]]:
-        """Returns the workers that failed, the first one first, and those that ended for another one last.
+        """Returns the workers that failed, the first one first.
 
         Each by its number, with how it ended; None: it left nothing.
         """
@@ -202,8 +222,7 @@ class Workers:
         for number, process in enumerate(self.processes):
             if found[number] is None and process not in living:
                 self._died.setdefault(number, time.monotonic() - _SECONDS_OF_DOUBT)
-        when = {number: (each.is_echo, each.time) for number, each in found.items() if each and each.frames}
-        when |= {number: (False, since) for number, since in self._died.items()}
+        when = self._died | {number: each.time for number, each in found.items() if each and each.frames}
         return [(number, found[number]) for number in sorted(when, key=lambda number: when[number])]
 
     def _error(self, first: tuple[int, Outcome | None], *others: tuple[int, Outcome | None]) -> BaseException:
@@ -216,19 +235,13 @@ class Workers:
             return error
         # If all raise, the first worker may know more: which checkpoint is left, say.
         if error and not isinstance(error, WorkerError):
-            of_rank0 = [each.as_error(name) for other, each in others if other == 0 and each and not each.is_echo]
+            of_rank0 = [each.as_error(name) for other, each in others if other == 0 and each]
             return next((each for each in of_rank0 if not isinstance(each, WorkerError | SystemExit)), error)
-        if not error:
-            signals.leave_as(exit_code := self.processes[number].exitcode or 0)
-        ranks = self._ranks()
-        if (different := watch.different(ranks)) is not None:
-            return different
         if error:
             return error
+        signals.leave_as(exit_code := self.processes[number].exitcode or 0)
         if exit_code == 0:
-            known = ranks[number]
-            does = name if known is None else f"{known.name} {known.doing()}"
-            return WorkerError(f"{does}: its process ended by itself, without an error")
+            return WorkerError(f"{name} ended by itself, without an error")
         for_memory = exit_code == -signal.SIGKILL and _num_killed_for_memory() > self._num_killed
         why = ": the system was short of memory, and ended it" if for_memory else ""
         return WorkerError(f"{name} {outcome.how_it_ended(exit_code)}{why}")
@@ -247,7 +260,7 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
     """Runs in a worker."""
     os.environ.clear()
     os.environ.update(environment)
-    begin_worker(place)
+    _begin_worker(place)
     try:
         _write_result(function(*args))
         return
@@ -259,8 +272,6 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
         outcome.write_error(error)
         if not isinstance(error, RunError):
             time.sleep(_SECONDS_TO_STAY)
-        elif error.is_shared and place.num_workers > 1 and (link := current_link()) is not None:
-            link.leave(error)  # which the end of a process does by itself, but not this one
     sys.stdout.flush()
     sys.stderr.flush()
     if place.num_workers > 1:
@@ -339,7 +350,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
-def begin_worker(place: Place) -> None:
+def _begin_worker(place: Place) -> None:
     """Makes this process a worker, which leaves its files at a place."""
     end_with_parent()
     memory.keep(os.environ.get("KERAS_BACKEND", ""))
@@ -348,9 +359,10 @@ def begin_worker(place: Place) -> None:
     usual, *_ = multiprocessing.get_all_start_methods()
     multiprocessing.set_start_method(usual, force=True)
     outcome.begin(place)
-    # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Where it is not watched
-    # leave, quietly, also where native code waits. Not SIG_IGN, which programs that are started here would inherit.
-    signal.signal(signal.SIGINT, lambda *_: None if place.is_watched else os._exit(128 + signal.SIGINT))
+    watchdog.begin(place)
+    # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Not SIG_IGN, which programs
+    # that are started here would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def _num_killed_for_memory() -> int:

@@ -21,9 +21,9 @@ from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import as_numbers
-from kerasdp.runtime.heartbeat import Heartbeat, shapes_of
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import Detail, Evaluated, RunState
+from kerasdp.runtime.watchdog import Watchdog, shapes_of
 
 Logs = dict[str, Any]
 
@@ -229,9 +229,9 @@ def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only
 class ModelSteps:
     """The step functions of the models of a run, made once for each compiled model."""
 
-    def __init__(self, strategy: Strategy, state: RunState, heartbeat: Heartbeat):
+    def __init__(self, strategy: Strategy, state: RunState, watchdog: Watchdog):
         """`strategy` makes the functions, which tell `state` of each training step; their calls are marked."""
-        self._strategy, self._state, self._heartbeat = strategy, state, heartbeat
+        self._strategy, self._state, self._watchdog = strategy, state, watchdog
         # Calls of the runner's `fit`, `evaluate` and `predict` that have not returned.
         self.num_running = 0
         self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
@@ -269,10 +269,8 @@ class ModelSteps:
         return known[1]
 
     def _marked(self, functions: StepFunctions) -> StepFunctions:
-        def mark(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            return self._heartbeat.step_function(name.removesuffix("_several"), function, lambda: self._state.step)
-
-        return StepFunctions(**{name: function and mark(name, function) for name, function in vars(functions).items()})
+        mark = self._watchdog.step_function
+        return StepFunctions(**{name: function and mark(function) for name, function in vars(functions).items()})
 
 
 # Steps in which a weight is to change, and weights of which one is looked at after the first step: the smallest.

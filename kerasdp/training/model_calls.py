@@ -21,8 +21,8 @@ from kerasdp.data.sources import common_length
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import methods_through
 from kerasdp.reporting import report
-from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.ranks import Processes, meet
+from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.training.data_checks import about_validation
 from kerasdp.training.loop import ModelSteps
 
@@ -35,13 +35,13 @@ class CalledRunner(Protocol):
     Attributes:
         strategy: how the devices share the work.
         model_steps: know whether one of its methods runs.
-        heartbeat: lets all ranks begin a call together.
+        watchdog: finds out whether this process hangs.
         num_model_calls: calls of models' own methods that came to the runner.
     """
 
     strategy: Strategy
     model_steps: ModelSteps
-    heartbeat: Heartbeat
+    watchdog: Watchdog
     num_model_calls: int
 
 
@@ -84,7 +84,8 @@ def _on_all_ranks(method: Method) -> Method:
         given = {}
         if runner.strategy.processes.num_processes > 1:
             given = summarize_arguments(model, _arguments(method, runner, model, *args, **kwargs))
-        with runner.heartbeat.call(method.__name__, given):
+        with runner.watchdog.watching():
+            meet(runner.strategy.processes, method.__name__, given)
             return method(runner, model, *args, **kwargs)
 
     return cast(Method, call)
@@ -139,7 +140,7 @@ _OWN = ("verbose", "callbacks")
 
 
 def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `heartbeat.unlike` has them.
+    """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `kerasdp.runtime.ranks.unlike` has them.
 
     Args:
         model: whose weights are counted.

@@ -20,7 +20,7 @@ from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import num_samples
-from kerasdp.errors import RunError, UserError, shared
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.models import as_keras_gives
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
@@ -30,8 +30,8 @@ from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
 from kerasdp.portability.step_parts import StepParts, find_parts
-from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import ModelSteps, require_equal_replicas
@@ -80,7 +80,7 @@ class CalledRunner(Protocol):
     config: Config
     strategy: Strategy
     state: RunState
-    heartbeat: Heartbeat
+    watchdog: Watchdog
     model_steps: ModelSteps
     made_before: MadeBefore
     loop: "OwnLoop | None"
@@ -210,7 +210,7 @@ class Step:
         if is_given:
             batch = _given(batch, runner.strategy)
         if self._model is None:
-            with runner.heartbeat.compiling():
+            with runner.watchdog.compiling():
                 if is_given:
                     _require_same_arrays(batch.sample.data, runner.strategy, self.__name__)
                 self._model = self._made(batch.sample)
@@ -248,7 +248,7 @@ class Step:
         # One program of several processes; where each has its own, --shard is refused with a step of one's own anyway.
         is_one_program = not strategy.splits_batches and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:
-            raise shared(
+            raise UserError(
                 f"the step {self.__name__}: after a loop with --shard={config.shard} on several machines none could "
                 "read the weights; use fit, with a train_step of your own, or leave out --shard"
             )

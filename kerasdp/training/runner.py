@@ -35,9 +35,9 @@ from kerasdp.reporting.report import Facts, say, size, warn
 from kerasdp.reporting.run_files import add_to_report
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import is_made_of_choices
 from kerasdp.runtime.run_state import Evaluated, RunState
+from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.sharding import bytes_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
@@ -64,19 +64,19 @@ class Runner:
         devices: the devices of the run.
         strategy: how the devices share the work (`kerasdp.backends.base.Strategy`).
         state: where the training is.
-        heartbeat: marks what this rank does (`kerasdp.runtime.heartbeat`).
+        watchdog: finds out whether this process hangs (`kerasdp.runtime.watchdog`).
         num_fits: calls of `fit`.
         model_steps: the step functions of the models.
         num_model_calls: calls of models' own methods that came to this runner.
         loop: that runs over `batches`; None outside of one.
     """
 
-    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat):
-        self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
+    def __init__(self, config: Config, devices: Devices, strategy: Strategy, watchdog: Watchdog):
+        self.config, self.devices, self.strategy, self.watchdog = config, devices, strategy, watchdog
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
         self.num_fits = self.num_model_calls = 0
-        self.model_steps = ModelSteps(strategy, self.state, heartbeat)
+        self.model_steps = ModelSteps(strategy, self.state, watchdog)
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
         self.loop: OwnLoop | None = None
@@ -201,7 +201,7 @@ class Runner:
         with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
             check_data(model, reader, first := first_of(reader), is_validation=True)
-            with self.heartbeat.compiling():
+            with self.watchdog.compiling():
                 find_rows(model, reader, self.config, self.strategy, "test_step")
         return reader, Evaluated(reader.num_batches and reader.num_batches * epochs, len(first.indices))
 
@@ -228,7 +228,7 @@ class Runner:
             max_steps=self.config.max_steps,
         )
         if self.strategy.stages is not None:
-            with self.heartbeat.compiling():
+            with self.watchdog.compiling():
                 self.strategy.stages.tune(model, num_rows)
         else:
             reader.split.micro_batch_rows = self.config.micro_batch_rows(num_rows, self.strategy.num_replicas)
@@ -320,7 +320,7 @@ class Runner:
         with self.model_steps.running(model, evaluated) as functions:
             with_loss = step == "test_step"
             if ("loss" if with_loss else "outputs") not in row_axes_of(model).checked and not own_steps(model):
-                with self.heartbeat.compiling():
+                with self.watchdog.compiling():
                     check_first_step(model, self.config, self.strategy, reader, with_loss=with_loss)
             with open_feed(self.strategy, reader) as feed:
                 yield Loop(model, self.strategy, self.state, functions), feed, callbacks
@@ -447,15 +447,13 @@ class Runner:
 
     def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
         options["known_streams"] = self._known_streams
-        reader = make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
-        reader.sample = self.heartbeat.reading(reader.sample)  # type: ignore[method-assign]
-        return reader
+        return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
 
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
         self.made_before.refuse(model)
         batch = first_of(reader)
-        with self.heartbeat.compiling():
+        with self.watchdog.compiling():
             prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
         return len(batch.indices)
 
@@ -472,7 +470,7 @@ class Runner:
         waiting = signals.awaited() if checkpointer else contextlib.nullcontext()
         with self.model_steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
             try:
-                with self.heartbeat.compiling():
+                with self.watchdog.compiling():
                     check_first_step(model, self.config, self.strategy, reader)
                 evaluating = open_feed(self.strategy, validation) if validation else contextlib.nullcontext()
                 with open_feed(self.strategy, reader, self.state) as feed, evaluating as validation_feed:

@@ -1,5 +1,6 @@
 """How jax is started where there are GPUs, TPUs or several hosts."""
 
+import json
 import os
 import socket
 import subprocess
@@ -88,7 +89,7 @@ def test_a_run_on_tpus():
     }  # fmt: skip
 
 
-def test_processes_that_jax_has_joined_by_itself_are_refused():
+def test_processes_that_a_script_has_joined_are_those_of_the_run():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
@@ -100,9 +101,11 @@ def test_processes_that_jax_has_joined_by_itself_are_refused():
         )
         for number in ("0", "1")
     ]  # fmt: skip
-    for process in processes:
+    for number, process in enumerate(processes):
         stdout, stderr = process.communicate(timeout=120)
-        assert "UserError: jax.distributed.initialize has joined 2 processes, but the run is not told" in stdout, stderr
+        found = json.loads(stdout.partition("RESULT ")[2])
+        assert found[:2] == ["jax.distributed.initialize", number], stderr
+        assert found[2].startswith("2 virtual CPU devices of 2 processes"), found
 
 
 def test_a_platform_that_does_not_start_is_one_line():

@@ -99,7 +99,7 @@ def test_help_names_the_flags_of_the_recipe_in_groups(name, capsys):
 def test_help_is_short_where_a_recipe_takes_little(capsys):
     text, listed = help_of("predict", capsys)
     assert {"checkpoint", "dataset", "output", "gpus"} <= set(listed)
-    assert not {"epochs", "optimizer", "hosts", "trials", "backends"} & set(listed)
+    assert not {"epochs", "optimizer", "trials", "backends"} & set(listed)
     assert text.count("\n") < help_of("train", capsys)[0].count("\n") / 2
 
 
@@ -136,10 +136,9 @@ def test_the_flags_are_these():
     assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
         "accumulate", "backbone", "backend", "backends", "batch_norm",
         "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
-        "checkpoint_weights", "compile", "coordinator", "cut_at", "data_dir",
+        "checkpoint_weights", "compile", "cut_at", "data_dir",
         "dataset", "deterministic", "device", "device_counts", "devices",
-        "epochs", "fine_tuning_rate", "gpus", "hang_timeout",
-        "head_epochs", "host_rank", "hosts", "interface", "keep",
+        "epochs", "fine_tuning_rate", "gpus", "hang_timeout", "head_epochs", "keep",
         "learning_rate", "log_every", "lora_rank", "max_restarts", "max_steps",
         "model", "optimizer", "other_python", "output", "pipeline_schedule", "precision",
         "preset", "remat", "repetitions", "resume", "seed", "shard", "size",

@@ -29,16 +29,13 @@ class Scatter:
     def __init__(self, rank, queues):
         self.rank, self.queues = rank, queues
 
-    def __call__(self, values, number, *, wait=True):
+    def __call__(self, values, number):
         if self.rank == 0:
             for rank in range(1, 3):
                 self.queues[rank].setdefault(number, queue.Queue()).put(values[rank])
             return values[0]
         time.sleep(0.05 if self.rank == 2 else 0)  # it has not read all that it asked for when an epoch is left
         return self.queues[self.rank].setdefault(number, queue.Queue()).get(timeout=20)
-
-    def finish(self):
-        pass
 
 
 def in_each_rank(work):

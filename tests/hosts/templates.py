@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import secrets
 import shutil
 import sys
 import time
@@ -46,9 +45,6 @@ def project(folder: pathlib.Path) -> dict[str, str]:
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").write_text(f"PATH={pathlib.Path(sys.executable).parent}:$PATH\n")
-    secret = folder / ".kerasdp_secret"  # of torchrun.sh, which takes it from the home
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32))
     return environment(PYTHONPATH=str(ROOT), HOME=str(folder))
 
 

@@ -1,7 +1,8 @@
 """The templates for mpirun, torchrun and Kubernetes: stopped or failing, resumed, and the losses of one process."""
 
+import contextlib
 import os
-import secrets
+import pathlib
 import shlex
 import shutil
 import signal
@@ -65,9 +66,10 @@ def agent_of(hosts, path):
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: openmpi-bin)")
-@pytest.mark.parametrize(("backend", "number"), [case for case in (("torch", 2), ("jax", 3)) if case[0] in BACKENDS])
-def test_mpirun_stops_by_sigusr1_and_resumes(started, backend, number):
-    hosts_of_template = {"node0:1,node1:1": ",".join(f"host{rank}:1" for rank in range(number)), "node0:": "host0:"}
+@pytest.mark.skipif("jax" not in BACKENDS, reason="mpirun is for jax")
+def test_mpirun_stops_by_sigusr1_and_resumes(started):
+    backend, number = "jax", 3
+    hosts_of_template = {"node0:1,node1:1": ",".join(f"host{rank}:1" for rank in range(number)), "node0:2": "host0:2"}
     (started.folder / "mpirun.sh").write_text(edited("mpirun.sh", hosts_of_template, backend=backend))
     with netns.network(number) as hosts:
         variables = {
@@ -87,33 +89,41 @@ def test_mpirun_stops_by_sigusr1_and_resumes(started, backend, number):
     started.check_losses(backend, f"mpirun on {number} hosts, stopped and resumed")
 
 
-def torchrun(started, hosts, backend, machines, devices):
+def torchrun(started, hosts, machines, devices):
     changes = {"devices=gpu ": f"devices={devices} ", "node0:": "host0:", "machines=2 ": f"machines={machines} "}
-    changes["--gpus=1"] = f"--gpus={devices}"  # of each machine
-    (started.folder / "torchrun.sh").write_text(edited("torchrun.sh", changes, backend=backend))
+    changes["--gpus=1"] = "--hang_timeout=20"
+    (started.folder / "torchrun.sh").write_text(edited("torchrun.sh", changes, backend="torch"))
     return [started(host, "bash", "torchrun.sh") for host in hosts]
 
 
+def rank_on(host):
+    """A rank that torchrun has started on a host."""
+    return next(pid for pid in host.processes() if b"train.py" in argument_of(pid, 2))
+
+
+def argument_of(pid, number):
+    with contextlib.suppress(OSError, IndexError):
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[number]
+    return b""
+
+
 @NEEDS_TORCH
-@pytest.mark.parametrize(("backend", "devices"), [case for case in (("torch", 2), ("jax", 1)) if case[0] in BACKENDS])
-def test_torchrun_restarts_when_a_worker_dies(started, backend, devices):
+def test_torchrun_restarts_when_a_worker_dies(started):
     with netns.network(2) as hosts:
-        programs = torchrun(started, hosts, backend, 2, devices)
+        programs = torchrun(started, hosts, 2, 2)
         started.wait_for_steps(45, *programs)
-        found = subprocess.run(["pgrep", "-P", str(programs[1].pid)], capture_output=True, text=True).stdout.split()
-        assert len(found) == devices
-        os.kill(int(found[-1]), signal.SIGKILL)
+        os.kill(rank_on(hosts[1]), signal.SIGKILL)
         assert started.end(*programs) == [0, 0], started.logs()
     assert "resumes after step" in started.logs()
-    assert f"on {2 * devices} virtual CPU devices of {2 * devices} processes" in started.logs()
-    started.check_losses(backend, f"torchrun on 2 hosts of {devices} devices, a worker killed")
+    assert "on 4 virtual CPU devices of 4 processes" in started.logs()
+    started.check_losses("torch", "torchrun on 2 hosts of 2 devices, a worker killed")
 
 
 @NEEDS_TORCH
 def test_torchrun_continues_with_the_machines_that_are_left(started):
     """A machine is without power; comes back, and is taken in again."""
     with netns.network(2) as hosts:
-        programs = torchrun(started, hosts, "torch", "1:2", 1)
+        programs = torchrun(started, hosts, "1:2", 1)
         started.wait_for_steps(25, *programs)
         hosts[1].power_off()
         started.wait_for_steps(num_steps(started.workdir) + 20, programs[0])
@@ -121,8 +131,7 @@ def test_torchrun_continues_with_the_machines_that_are_left(started):
         again = started(hosts[1], "bash", "torchrun.sh")
         assert started.end(programs[0], again) == [0, 0], started.logs()
     told = (started.folder / "host0.log").read_text()
-    assert "host 10.77.0.2 (host1, process 1) has" in told and "torch on 1 virtual CPU device" in told
-    assert told.count("resumes after step") == 2, told
+    assert "torch on 1 virtual CPU device" in told and told.count("resumes after step") == 2, told
     started.check_losses("torch", "torchrun on 1 to 2 hosts, one without power and back")
 
 
@@ -130,15 +139,18 @@ def test_torchrun_continues_with_the_machines_that_are_left(started):
 def test_pods_of_kubernetes_stop_together_and_resume(started, backend):
     """What Kubernetes does with its pods is done by hand: one of two gets SIGTERM, both are started again."""
     yaml = pytest.importorskip("yaml")
-    changes = {"python\n": f"{sys.executable}\n", "kerasdp-0.kerasdp:": "host0:", "/runs/mine": str(started.workdir)}
+    changes = {"python\n": f"{sys.executable}\n", "kerasdp-0.kerasdp": "host0", "/runs/mine": str(started.workdir)}
     text = edited("kubernetes-job.yaml", changes, backend=backend)
     *_, job = yaml.safe_load_all(text)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     command = [word for line in container["command"] for word in line.split()]
+    places = {entry["name"]: entry.get("value") for entry in container["env"] if entry["name"] not in ("HOME", "USER")}
     with netns.network(job["spec"]["completions"]) as hosts:
         for expected in (SAVED, 0):
-            secret = {entry["name"]: secrets.token_hex(32) for entry in container["env"] if "valueFrom" in entry}
-            pods = [started(host, *command, JOB_COMPLETION_INDEX=str(host.number), **secret) for host in hosts]
+            pods = [
+                started(host, *command, **{name: value or str(host.number) for name, value in places.items()})
+                for host in hosts
+            ]
             if expected:
                 started.wait_for_steps(30, *pods)
                 pods[1].send_signal(signal.SIGTERM)

@@ -16,19 +16,31 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def place_in_run(backend, rank, number, port, address="127.0.0.1"):
+    """The environment variables of one of so many processes: torch's, which torchrun sets, or JAX's."""
+    if backend == "jax":
+        return {
+            "JAX_COORDINATOR_ADDRESS": f"{address}:{port}",
+            "JAX_NUM_PROCESSES": str(number),
+            "JAX_PROCESS_ID": str(rank),
+        }
+    numbers = {"RANK": rank, "WORLD_SIZE": number, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return {name: str(value) for name, value in numbers.items()}
+
+
 def started(number, program=PROGRAM, variables=(), warm=None, **settings):
     """One process of the program for each host; with a backend that is there already, if each is one rank."""
-    settings = {"hosts": str(number), "coordinator": f"127.0.0.1:{free_port()}", "num_devices": 2} | settings
-    texts = [json.dumps(settings | {"host_rank": rank}) for rank in range(number)]
+    port, text = free_port(), json.dumps(settings)
+    places = [dict(variables) | place_in_run(settings["backend"], rank, number, port) for rank in range(number)]
     if warm is not None:
-        return [start(program, text, backend=warm, **dict(variables)) for text in texts]
+        return [start(program, text, backend=warm, **place) for place in places]
     return [
         subprocess.Popen(
             [sys.executable, str(program), text],
-            cwd=ROOT, env=environment(PYTHONPATH=str(ROOT), **dict(variables)),
+            cwd=ROOT, env=environment(PYTHONPATH=str(ROOT), **place),
             text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
-        for text in texts
+        for place in places
     ]  # fmt: skip
 
 

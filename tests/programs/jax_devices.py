@@ -104,11 +104,16 @@ def as_tpus():
 
 
 def hosts():
-    """One of two processes that jax has joined, as it does on several hosts."""
+    """One of two processes that a script has joined by itself."""
+    from kerasdp.backends.jax.processes import find_cluster
+
     jax.distributed.initialize(f"localhost:{sys.argv[3]}", num_processes=2, process_id=int(sys.argv[2]))
-    found = error_of(devices.make_devices, Config(backend="jax", device="cpu"))
-    jax.distributed.shutdown()
-    return found
+    cluster = find_cluster()
+    return [
+        cluster.source,
+        cluster.process,
+        error_of(devices.make_devices, Config(backend="jax", device="cpu"), cluster),
+    ]
 
 
 if __name__ == "__main__":

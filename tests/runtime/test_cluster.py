@@ -3,8 +3,11 @@
 import pytest
 
 from kerasdp.config import Config
+from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
-from kerasdp.runtime.cluster import check_cluster, find_cluster, first_host
+from kerasdp.runtime import cluster
+from kerasdp.runtime.cluster import find_ranks, require_same
+from tests.helpers import BACKENDS
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1",
@@ -12,116 +15,141 @@ TORCHRUN = {
 }  # fmt: skip
 SRUN = {
     "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "12345", "SLURM_NTASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2", "SLURM_STEP_NODELIST": "gpu[07-08,12]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[07-08,12]",
 }  # fmt: skip
-MPIRUN = {
-    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-}  # fmt: skip
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+JAX = {"JAX_COORDINATOR_ADDRESS": "node0:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+
+
+def without(environment, *names):
+    return {name: value for name, value in environment.items() if name not in names}
 
 
 def numbers(found):
-    return found.process, found.num_processes, found.local_process, found.local_processes, found.coordinator
+    return found.source, found.num_processes, found.process, found.local_process
 
 
 @pytest.mark.parametrize(
-    ("environment", "config", "expected"),
+    ("environment", "expected"),
     [
-        (TORCHRUN, {}, (3, 4, 1, 2, "node1:29500")),
-        (TORCHRUN | SRUN, {}, (3, 4, 1, 2, "node1:29500")),  # torchrun within a job
-        (SRUN, {}, (4, 5, 0, 1, "gpu07:22345")),
-        (SRUN | {"MASTER_ADDR": "ib07", "MASTER_PORT": "7"}, {}, (4, 5, 0, 1, "ib07:7")),
-        (SRUN, {"coordinator": "10.0.0.1:9"}, (4, 5, 0, 1, "10.0.0.1:9")),
-        (MPIRUN, {"coordinator": "10.0.0.1:9"}, (2, 4, 0, 2, "10.0.0.1:9")),
-        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, {}, (1, 2, 0, 1, "a:8476")),
-        ({}, {"hosts": 2, "host_rank": 1, "coordinator": "a:1"}, (1, 2, 0, 1, "a:1")),
-        ({"JOB_COMPLETION_INDEX": "1"}, {"hosts": 2, "coordinator": "a:1"}, (1, 2, 0, 1, "a:1")),
-        # What Ray's workers have around them.
-        ({"RANK": "0", "WORLD_SIZE": "8"}, {"hosts": 2, "host_rank": 1, "coordinator": "a:1"}, (1, 2, 0, 1, "a:1")),
+        (TORCHRUN, ("torchrun", 4, 3, 1)),
+        (TORCHRUN | SRUN, ("torchrun", 4, 3, 1)),  # torchrun within a job
+        (without(TORCHRUN, "TORCHELASTIC_RUN_ID", "LOCAL_RANK"), ("RANK and WORLD_SIZE", 4, 3, 0)),
     ],
 )
-def test_each_launcher_is_understood(environment, config, expected):
-    assert numbers(find_cluster(Config(**config), environment)) == expected
+def test_ranks_of_torch(environment, expected):
+    assert numbers(find_ranks("torch", environment)) == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        without(SRUN, "SLURM_STEP_ID"),  # the script of sbatch
+        SRUN | {"SLURM_NTASKS": "1"},
+        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
+    ],
+)
+def test_one_process_is_one(backend, environment):
+    assert find_ranks(backend, environment) is None
 
 
 @pytest.mark.parametrize(
-    ("environment", "config"),
+    ("backend", "environment", "words"),
     [
-        ({}, {}),
-        (TORCHRUN, {"hosts": 1}),
-        ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, {}),  # the script of sbatch
-        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {}),
-        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, {}),
+        ("torch", without(TORCHRUN, "MASTER_ADDR"), "torchrun starts 4 processes, .*Received: no MASTER_ADDR"),
+        ("torch", TORCHRUN | {"RANK": "a"}, "RANK: expected a whole number"),
+        ("torch", SRUN, "srun starts 5 processes, and each would train alone: .*start them by torchrun"),
+        ("torch", MPIRUN, "mpirun starts 4 processes, and each would train alone"),
+        ("jax", TORCHRUN, "torchrun starts 4 processes. Received: --backend=jax; JAX takes its place from SLURM"),
+        ("jax", MPIRUN, "mpirun starts 4 processes. Received: --backend=jax; JAX takes its place from SLURM"),
+        ("tensorflow", TORCHRUN, "Received: --backend=tensorflow; Keras 3 has no strategy of TensorFlow for several"),
+        ("tensorflow", SRUN, "srun starts 5 processes. Received: --backend=tensorflow"),
     ],
 )
-def test_one_process_is_one(environment, config):
-    assert find_cluster(Config(**config), environment) is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "config", "words"),
-    [
-        ({"RANK": "0", "TORCHELASTIC_RUN_ID": "a"}, {}, "RANK=0, without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}, "RANK: expected a whole number"),
-        (TORCHRUN | {"RANK": "4"}, {}, "torchrun: expected a process from 0 to 3"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "without OMPI_COMM_WORLD_RANK"),
-        (MPIRUN, {}, "mpirun starts 4 processes on several machines, .* add --coordinator=ADDRESS:PORT"),
-        ({}, {"hosts": 2}, "add --host_rank=NUMBER and --coordinator=ADDRESS:PORT"),
-        ({"JOB_COMPLETION_INDEX": "2"}, {"hosts": 2, "coordinator": "a:1"}, "JOB_COMPLETION_INDEX: expected a number"),
-        (TORCHRUN, {"hosts": 3, "host_rank": 0, "coordinator": "a:1"}, "--hosts=3 contradicts WORLD_SIZE=4"),
-        (MPIRUN, {"hosts": 3, "host_rank": 0, "coordinator": "a:1"}, "--hosts=3 contradicts OMPI_COMM_WORLD_SIZE=4"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, {}, "without TPU_WORKER_ID"),
-    ],
-)
-def test_what_is_half_set_is_named(environment, config, words):
+def test_processes_that_would_train_alone_are_refused(backend, environment, words):
     from kerasdp.errors import from_command_line
 
     with from_command_line(), pytest.raises(UserError, match=words):
-        find_cluster(Config(**config), environment)
+        find_ranks(backend, environment)
 
 
+NEEDS_JAX = pytest.mark.skipif("jax" not in BACKENDS, reason="needs jax")
+
+
+@NEEDS_JAX
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("environment", "expected"),
     [
-        ({"hosts": "0"}, "hosts: expected a number of machines"),
-        ({"hosts": "3:1"}, "hosts: expected a number of machines"),
-        ({"hosts": "1:2", "backend": "jax"}, "hosts leave and join with --backend=torch only"),
-        ({"host_rank": 0}, "--host_rank says which of several machines this is: add --hosts=NUMBER"),
-        ({"hosts": 2, "host_rank": 2}, "--host_rank: expected a number below --hosts=2"),
-        ({"coordinator": "10.0.0.1"}, "coordinator: expected the address and port of host 0"),
+        (JAX, ("JAX_COORDINATOR_ADDRESS", 3, 2, 0)),
+        (SRUN, ("slurm", 5, 4, 0)),
+        (SRUN | JAX, ("JAX_COORDINATOR_ADDRESS", 3, 2, 0)),
+        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"} | MPIRUN,
+         ("ompi", 4, 2, 1)),
+        (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        (SRUN | {"SLURM_NTASKS": "1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod by itself
+        (TORCHRUN, None),
+    ],
+)  # fmt: skip
+def test_processes_of_jax(environment, expected, monkeypatch):
+    from kerasdp.backends.jax.processes import find_cluster
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = find_cluster()
+    assert (found and numbers(found)) == expected
+
+
+@NEEDS_JAX
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (without(JAX, "JAX_PROCESS_ID"), "go together. Received: no JAX_PROCESS_ID"),
+        (without(JAX, "JAX_COORDINATOR_ADDRESS"), "go together. Received: no JAX_COORDINATOR_ADDRESS"),
+        (JAX | {"JAX_PROCESS_ID": "3"}, "JAX_PROCESS_ID: expected a number below JAX_NUM_PROCESSES=3. Received: 3"),
+        (JAX | {"JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID: expected a whole number"),
     ],
 )
-def test_wrong_choices_are_refused(fields, words):
+def test_what_is_half_set_for_jax_is_named(environment, words):
+    from kerasdp.backends.jax.processes import find_cluster
+
     with pytest.raises(UserError, match=words):
-        Config(**fields)
+        find_cluster(environment)
 
 
-def test_several_machines_are_for_torch_and_jax():
-    with pytest.raises(UserError, match="--hosts=2: there for --backend=torch and jax. Received: tensorflow, where"):
-        Config(backend="tensorflow", hosts=2)
-    with pytest.raises(UserError, match="several machines: .* Received: tensorflow, in one of the processes of"):
-        check_cluster(Config(backend="tensorflow"), find_cluster(Config(), TORCHRUN))
+class Two:
+    """Processes, of which the other one has given something."""
+
+    rank = 0
+
+    def __init__(self, other):
+        self.other = other
+
+    def all_gather_object(self, value):
+        return [value, ("node1, process 1", value[1] | self.other)]
 
 
-def test_pipelines_on_several_machines_are_for_torch():
-    found = find_cluster(Config(), TORCHRUN)
-    for fields in ({"strategy": "pipeline"}, {"accumulate": 2}):
-        check_cluster(Config(backend="torch", **fields), found)
-        with pytest.raises(UserError, match="on several machines there for --backend=torch only"):
-            check_cluster(Config(backend="jax", **fields), found)
+def test_hosts_that_differ_are_named():
+    from kerasdp.errors import from_command_line
+
+    config = Config(backend="torch")
+    require_same(Two({}), config)
+    with from_command_line(), pytest.raises(UserError) as caught:
+        require_same(Two({"--epochs": 7}), config)
+    text = str(caught.value)
+    assert text.startswith("--epochs: expected the same on all hosts. Received: 20 on ")
+    assert text.endswith(", process 0, 7 on node1, process 1; give each the same")
+    with pytest.raises(UserError, match="^numpy: expected the same on all hosts. Received: .*, 9.8.7 on node1"):
+        require_same(Two({"numpy": "9.8.7"}), config)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("node1", "node1"), ("a,b", "a"), ("gpu[07-09,12],login1", "gpu07"), ("n[3].cluster,b", "n3.cluster"),
-     ("login,gpu[1-2]", "login")],
-)  # fmt: skip
-def test_the_first_of_slurms_nodes(nodes, first):
-    assert first_host(nodes) == first
-
-
-def test_stages_count_the_devices_of_all_machines():
-    job = {"hosts": 2, "host_rank": 0, "coordinator": "a:1", "strategy": "pipeline", "backend": "torch"}
-    assert Config(**job, num_stages=2, num_devices=1).num_stages == 2
-    with pytest.raises(UserError, match="--gpus: expected a multiple of the 3 stages, a device each. Received: 4"):
-        Config(**job, num_stages=3, num_devices=2)
+def test_what_is_a_hosts_own_is_not_compared():
+    own = {name for name, choice in choices_of(Config).items() if choice.of_host}
+    assert own == {"data_dir", "workdir", "checkpoint_dir", "verbose", "tracker", "profile", "resume"}
+    given = []
+    processes = Two({})
+    processes.all_gather_object = lambda value: given.append(value) or [value]
+    cluster.require_same(processes, Config(workdir="mine", verbose=0))
+    assert not {f"--{name}" for name in own} & set(given[0][1])

@@ -57,23 +57,25 @@ def test_ctrl_c_while_threads_are_started_ends_the_program():
 
 
 OTHER = "UserError: the ranks do different things: "
+# Of ranks whose exchanges are of different kinds the first that sees it says where it is.
+ELSEWHERE = OTHER + r"rank \d, at .*, and another one wait for each other in different calls: fit, evaluate"
 SAME = r"UserError: fit \(alone.py:\d+\): expected the same "
 # What one rank does alone: the exit code, and what is said.
 ALONE = {
     "evaluates_last": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 has left the training function"),
     "evaluates_before_fit": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 calls fit \(alone.py:\d+\)"),
     "model_predicts": (2, OTHER + r"rank 0 calls predict \(alone.py:\d+\), rank 1 calls fit"),
-    "evaluates_in_callback": (2, OTHER + r"rank 0 is in step 4 of fit .*, rank 1 calls evaluate .* within fit"),
-    "evaluates_after_epoch": (2, OTHER + r"rank 0 is in step 8 of fit .*, rank 1 calls evaluate .* within fit"),
+    "evaluates_in_callback": (2, ELSEWHERE),
+    "evaluates_after_epoch": (2, ELSEWHERE),
     "fits_more_often": (2, OTHER + r"rank 0 has left the training function, rank 1 calls fit"),
     "returns_early": (2, OTHER + r"rank 0 calls fit .*, rank 1 has left the training function"),
     "cannot_build": (2, OTHER + r"rank 0 calls fit .*, rank 1 has left the training function"),
-    "swallows": (
+    "swallows": (2, ELSEWHERE),
+    "swallows_and_fits": (2, ELSEWHERE),
+    "swallows_and_sleeps": (
         1,
-        r"rank 1 left fit .* by ValueError: bad luck \(alone.py:\d+\), which did not end the run, while rank 0",
+        r"rank 1 hangs at .*alone.py:\d+, in swallows_and_sleeps, rank 0 waits at .*, in fit: ",
     ),
-    "swallows_and_fits": (1, r"rank 1 left fit .* by ValueError: bad luck \(alone.py:\d+\), which did not end the run"),
-    "swallows_and_sleeps": (1, r"rank 1 left fit .* by ValueError: bad luck .* which did not end the run"),
     "builds_another_model": (
         2,
         SAME + r"model on all ranks. Received: a Sequential of 15 numbers, 2 weights trained on",
@@ -88,22 +90,22 @@ ALONE = {
     ),
     "has_more_epochs": (2, SAME + r"epochs on all ranks. Received: 2 on rank 0, 3 on rank 1; give each the same"),
     "validates": (2, SAME + r"validation_data on all ranks. Received: nothing on rank 0"),
-    "exits": (1, r"rank 1 is after step 4 of fit .*: its process ended by itself, without an error"),
+    "exits": (1, r"rank 1 ended by itself, without an error"),
     "exits_with_3": (1, r"rank 1 ended with exit code 3"),
-    "calls_sys_exit": (1, r"rank 1 left fit .* by SystemExit .*, which did not end the run, while rank 0 is in step 4"),
+    "calls_sys_exit": (2, ELSEWHERE),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
     "launches": (2, r"UserError: launch: the function of another launch runs in this process"),
     "sleeps": (
         1,
-        r"rank 1 hangs after step 4 of fit .*, at .*alone.py:\d+, in .*, while rank 0 is in step 4 of fit .*: nothing",
+        r"rank 1 hangs at .*alone.py:\d+, in .*, rank 0 waits at .*alone.py:\d+, in fit: nothing moved for 3 s",
     ),
     "sleeps_before_fit": (
         1,
-        r"rank 1 hangs in the script, at .*, in sleeps_before_fit, while rank 0 calls fit .*: nothing mo",
+        r"rank 1 hangs at .*alone.py:\d+, in sleeps_before_fit, rank 0 waits at .*alone.py:\d+, in fit: nothing moved",
     ),
 }
 # With the default: nothing of it has to be waited for; but what hangs needs a limit.
-HANG_TIMEOUTS = {"sleeps": 3, "sleeps_before_fit": 3}
+HANG_TIMEOUTS = {"sleeps": 3, "sleeps_before_fit": 3, "swallows_and_sleeps": 3}
 # Ways in which ranks may differ.
 ALLOWED = {"has_a_callback": 0, "all_swallow_and_fit": 0, "works_after_fit": 1, "all_call_sys_exit": 0}
 ALONE_IN_SHORT = ("evaluates_before_fit", "evaluates_in_callback", "swallows", "launches", "has_a_callback")
@@ -128,8 +130,9 @@ def test_what_one_rank_does_alone_ends_the_run(mode):
     print(f"{mode}: {seconds:.1f} s: {done.stderr.strip()}")
     assert done.returncode == code, done.stderr
     assert re.search(words, done.stderr), done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert seconds < (15 if mode == "swallows_and_sleeps" else HANG_TIMEOUTS.get(mode, 0) + 5)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 or (mode in HANG_TIMEOUTS and all(f"rank {rank}:" in lines for rank in (0, 1)))
+    assert seconds < HANG_TIMEOUTS.get(mode, 0) + 6
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
@@ -157,7 +160,9 @@ def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end)
         assert session_members(process.pid) == [] and seconds < seconds_to_end
         if number == signal.SIGTERM:
             assert process.returncode == 128 + signal.SIGTERM
-            assert re.search(r"SIGTERM was not heeded for 2\d s: rank 0 is after step 4 of fit .*, at .*; killed", said)
+            assert re.search(
+                r"SIGTERM was not heeded for 2\d s: rank 0 hangs at .*, in <lambda>, rank 1 .*; killed", said
+            )
     finally:
         for left in session_members(process.pid):
             os.kill(left, signal.SIGKILL)

@@ -1,6 +1,5 @@
 """A run that is watched over: restarted where a worker dies, and ended where one hangs or a signal asks for it."""
 
-import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -17,7 +16,8 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import heartbeat, outcome, signals, watch, workers
+from kerasdp.runtime import outcome, signals, workers
+from kerasdp.runtime.watchdog import Watchdog
 from tests.helpers import ROOT, environment, session_members
 
 
@@ -47,15 +47,8 @@ def refuse(attempt):
     raise UserError("expected a loss. Received: none")
 
 
-@contextlib.contextmanager
-def fitting():
-    beating = heartbeat.Heartbeat()
-    with beating.of_run(), beating.call("fit"):
-        yield
-
-
 def hang(attempt):
-    with fitting():
+    with Watchdog(timeout=1.0).watching():
         time.sleep(60)
 
 
@@ -63,12 +56,12 @@ def ignore_signals(attempt):
     """As native code does that waits for something."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    hang(attempt)
+    time.sleep(60)
 
 
 def finish_step(attempt):
     """As a run with checkpoints does: it notes the signal, and ends when its step is over."""
-    with signals.noticed(), signals.awaited(), fitting():
+    with signals.noticed(), signals.awaited():
         while signals.noted() is None:
             time.sleep(0.1)
         time.sleep(3)
@@ -115,8 +108,8 @@ def test_a_worker_is_not_restarted_after_a_signal(tmp_path, monkeypatch):
 
 def test_a_worker_that_hangs_is_killed(tmp_path):
     begin = time.monotonic()
-    with pytest.raises(RunError, match="rank 0 hangs in fit .*, in hang"):
-        workers.supervise(work, settings(tmp_path, hang_timeout=2.0), hang)
+    with pytest.raises(RunError, match=r"the worker hangs at .*test_workers.py:\d+, in hang: nothing moved for 1 s"):
+        workers.supervise(work, settings(tmp_path, hang_timeout=1.0), hang)
     assert time.monotonic() - begin < 30
 
 
@@ -127,7 +120,7 @@ def signalled(tmp_path, work_of_rank, count, seconds_between=2.5):
     def send():
         while not (tmp_path / "attempts").exists():
             time.sleep(0.1)
-        time.sleep(1)  # its heartbeat begins
+        time.sleep(1)
         for _ in range(count):
             time.sleep(seconds_between * bool(sent))
             sent.append(time.monotonic())
@@ -140,20 +133,22 @@ def signalled(tmp_path, work_of_rank, count, seconds_between=2.5):
 
 
 def test_a_worker_that_ignores_a_signal_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(watch, "_SECONDS_TO_HEED", 2.0)
+    monkeypatch.setattr(workers, "_SECONDS_TO_HEED", 2.0)
     code, seconds = signalled(tmp_path, ignore_signals, 1)
     assert code == 128 + signal.SIGTERM and 2 < seconds < 5
-    assert re.search(r"SIGTERM was not heeded for 2 s: rank 0 is in fit .*, in hang; killed", capsys.readouterr().err)
+    assert re.search(
+        r"SIGTERM was not heeded for 2 s: the worker hangs at .*, in ignore_signals; killed", capsys.readouterr().err
+    )
 
 
 def test_a_worker_that_finishes_its_step_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "_SECONDS_TO_HEED", 1.0)
+    monkeypatch.setattr(workers, "_SECONDS_TO_HEED", 1.0)
     code, seconds = signalled(tmp_path, finish_step, 1)
     assert code == 128 + signal.SIGTERM and seconds > 3
 
 
 def test_a_second_signal_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "_SECONDS_TO_HEED_AGAIN", 1.0)
+    monkeypatch.setattr(workers, "_SECONDS_TO_HEED_AGAIN", 1.0)
     code, seconds = signalled(tmp_path, ignore_signals, 2)
     assert code == 128 + signal.SIGTERM and 1 < seconds < 4
 
@@ -163,9 +158,9 @@ def of_rank(ways, *_):
     way = ways[outcome.place().number]
     if way == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    if way == "is told":
-        time.sleep(0.2)
-        outcome.leave_with(WorkerError("rank 1 has left"))
+    if way == "finds it gone":
+        time.sleep(1.0)
+        raise RuntimeError("Connection closed by peer")
     if way == "refuses":
         raise UserError("expected a loss. Received: none")
     if way == "raises":
@@ -184,8 +179,8 @@ def of_rank(ways, *_):
     ("ways", "words"),
     [
         (("raises", "aborts later"), "ValueError: bad luck"),
-        (("is told", "dies"), "rank 1 was ended by SIGKILL"),
-        (("is told", "refuses", "waits"), "expected a loss. Received: none"),
+        (("finds it gone", "dies"), "rank 1 was ended by SIGKILL"),
+        (("finds it gone", "refuses", "waits"), "expected a loss. Received: none"),
         (("dies", "waits"), "rank 0 was ended by SIGKILL"),
     ],
 )
@@ -256,14 +251,11 @@ def test_workers_end_with_the_process_that_started_them(preload, tmp_path):
 
 
 def test_a_full_disk_is_a_line_before_anything_starts(monkeypatch, tmp_path):
-    """Else the workers could write neither where they are, which ended them by SIGBUS, nor how they end."""
+    """Else the workers could write neither where they stand nor how they end."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     with pytest.raises(UserError, match="^97 KiB are free in .*: make room, or set TMPDIR to another folder"):
         workers.run_workers(of_rank, (("one",),), names=["rank 0"])
-    monkeypatch.setattr(outcome, "_place", outcome.Place(str(tmp_path), 0, 1))
-    heartbeat.Heartbeat()
-    assert os.stat(tmp_path / "rank-0").st_blocks * 512 >= heartbeat.NUM_BYTES
 
 
 @pytest.mark.proof

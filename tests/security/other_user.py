@@ -1,22 +1,16 @@
-"""Another user of the machine of a run, who looks at and knocks at all that he finds.
+"""Another user of the machine of a run, who opens all that he finds.
 
 python other_user.py SETTINGS, as JSON, started by root:
     uid: whom this program becomes
     sockets: paths of Unix sockets
     paths: files and folders
-    kinds, places, marker: see `stranger.py`
-It prints what it could do, as JSON, when it has begun to knock, and continues until it is ended.
+It prints what it could do, as JSON.
 """
 
-import encodings.idna  # noqa: F401  (which Python loads when it connects: this user may not read where that lies)
 import json
 import os
 import socket
 import sys
-import threading
-import time
-
-import stranger
 
 
 def becomes(uid):
@@ -38,7 +32,7 @@ def opened(paths):
 
 
 def joined(paths):
-    """The Unix sockets that let this user in; he says there what a stranger says."""
+    """The Unix sockets that let this user in."""
     found = []
     for path in paths:
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
@@ -55,14 +49,7 @@ def joined(paths):
 def main():
     settings = json.loads(sys.argv[1])
     becomes(settings["uid"])
-    stranger.SETTINGS.update(settings)
-    found = {"joined": joined(settings["sockets"]), "opened": opened(settings["paths"])}
-    jobs = [(kind, tuple(place)) for place in settings["places"] for kind in settings["kinds"]]
-    for job in jobs:
-        threading.Thread(target=stranger.knock, args=job, daemon=True).start()
-    time.sleep(0.5)
-    print(json.dumps(found | {"connected": len(stranger.HELD) > 0}), flush=True)
-    time.sleep(600)
+    print(json.dumps({"joined": joined(settings["sockets"]), "opened": opened(settings["paths"])}), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, finish, result_of, run, start
-from tests.hosts.together import free_port
+from tests.helpers import BACKENDS, HOST_BACKENDS, PROGRAMS, all_but, finish, result_of, run, start
+from tests.hosts.together import free_port, place_in_run
 from tests.training.test_own_steps import numbers
 
 CASES = ("supervised", "wgan", "vae", "momentum_contrast", "distillation", "maml", "style", "dqn", "scaled")
@@ -88,14 +88,12 @@ def test_batch_norm_of_each_device_is_that_of_fit(backend):
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_two_hosts(backend):
     """They learn what one process learns."""
-    cases, place = (
-        ("supervised", "wgan", "momentum_contrast"),
-        {"hosts": "2", "coordinator": f"127.0.0.1:{free_port()}"},
-    )
-    settings = [json.dumps(place | {"host_rank": number}) for number in range(2)]
-    hosts = [start(PROGRAMS / "loops.py", backend, 1, *cases, each, backend=backend) for each in settings]
+    cases, port = ("supervised", "wgan", "momentum_contrast"), free_port()
+    places = [place_in_run(backend, number, 2, port) for number in range(2)]
+    hosts = [start(PROGRAMS / "loops.py", backend, 1, *cases, backend=backend, **place) for place in places]
     found, _ = [finish(host, 280) for host in hosts]
     for case, received in result_of(found).items():
         np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-11, err_msg=case)

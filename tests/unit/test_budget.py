@@ -11,9 +11,9 @@ from tests.helpers import ROOT
 
 # After a change that takes something out, write the new number. One that raises a number names its reason in the same
 # commit, and in a comment here.
-CHOICES = 39
+CHOICES = 35
 PUBLIC_NAMES = 29
-LINES_OF_CODE = 20002
+LINES_OF_CODE = 18959
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 BESIDE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

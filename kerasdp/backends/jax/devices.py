@@ -1,6 +1,6 @@
 """JAX: the devices of a run, driven by one process a machine: made, joined, and given data."""
 
-import atexit
+import collections
 import contextlib
 import hashlib
 import importlib.metadata
@@ -13,24 +13,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import Strategy, Structure, Tensor, places_of_processes, processes_of, reach_without_proxy
-from kerasdp.backends.jax.private import use_address_of_host
+from kerasdp.backends.base import SingleProcess, Strategy, Structure, Tensor
+from kerasdp.backends.jax import processes
 from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
-from kerasdp.runtime.devices import (
-    AlreadyStartedError,
-    Devices,
-    cache_folder,
-    choose_devices,
-    devices_of_process,
-    share_of_process,
-)
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.runtime.hardware import PLATFORMS, num_gpus
-from kerasdp.runtime.link import Link
-from kerasdp.runtime.linked_processes import current_link, join
 
 if TYPE_CHECKING:
     import keras
@@ -53,7 +43,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     """
     if config.deterministic:
         make_deterministic()
-    num_devices = devices_of_process(config, cluster) or 1
+    num_devices = config.num_devices or 1
     if num_devices > 1 or cluster:
         # XLA's CPU devices share one pool with one thread per core, and a collective blocks its thread until the other
         # devices join in. Several collectives of one device can take all threads, and then the run hangs, until XLA
@@ -62,22 +52,27 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     has_been_started = has_started()
     if not has_been_started:
         jax.config.update("jax_num_cpu_devices", num_devices)
-        _choose_platforms(config, cluster)
-        if cluster:
-            join_hosts(cluster, config)
+        _choose_platforms(config)
     elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
         raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
-    elif cluster and current_link():
-        join(cluster, config)
-    kind, num_found = _find_accelerators(config)
-    if has_been_started:
-        _check_hidden(config, num_found)
-    else:
-        _hide(config, kind, num_found)
-    check_joined(cluster)  # which starts JAX, if nothing has
-    platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
-    sees_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms.split(",")))
-    return choose_devices(config, num_found, kind, cluster, sees_gpus=sees_gpus)
+    elif cluster and jax.process_count() == 1:
+        raise AlreadyStartedError("JAX has already started in one process")
+    with processes.failing_together(cluster):
+        if cluster:
+            processes.join(cluster, config)
+        kind, num_found = _find_accelerators(config)  # which starts JAX, if nothing has
+        if has_been_started:
+            _check_hidden(config, num_found)
+        else:
+            _hide(config, kind, num_found)
+        platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
+        sees_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms.split(",")))
+        devices = choose_devices(config, num_found, kind, cluster, sees_gpus=sees_gpus)
+        counts = collections.Counter(device.process_index for device in _devices_of(devices.kind))
+        if len(set(counts.values())) > 1:
+            words = ", ".join(f"{counts[process]} of process {process}" for process in sorted(counts))
+            raise UserError(f"--gpus: expected equally many devices of each process. Received: {words}")
+        return devices
 
 
 def has_started() -> bool:
@@ -109,8 +104,9 @@ def make_deterministic() -> None:
 
 
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
-    """Calls `worker(devices, settings, train)` in this process, which drives all devices."""
-    return worker(devices, settings, train)
+    """Calls `worker(devices, settings, train)` in this process, which drives all devices of its machine."""
+    with processes.failing_together(devices.cluster):
+        return worker(devices, settings, train)
 
 
 def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
@@ -156,7 +152,8 @@ class JaxStrategy(Strategy):
     """
 
     def __init__(self, devices: Devices, config: Config):
-        self.config, self.processes = config, processes_of(devices)
+        self.config = config
+        self.processes = SingleProcess() if devices.cluster is None else processes.JaxProcesses(config)
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices, self.devices = devices.count, start_jax(devices, config)
         self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -229,7 +226,7 @@ def _lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) ->
     return [layer for layer in found if len(devices) > 1 or layer.compute_dtype in ("bfloat16", "float16")]
 
 
-def _choose_platforms(config: Config, cluster: Cluster | None = None) -> None:
+def _choose_platforms(config: Config) -> None:
     """Lets JAX start on what the run needs only: on the host's CPU, and on as many GPUs as it uses."""
     platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
     if config.device == "cpu":
@@ -240,10 +237,9 @@ def _choose_platforms(config: Config, cluster: Cluster | None = None) -> None:
     for platform in PLATFORMS:
         option = f"jax_{platform}_visible_devices"
         num_found = num_gpus(platform) if jax.config.values[option] == "all" else 0  # else the user has chosen
-        share = share_of_process(num_found, cluster)[: devices_of_process(config, cluster)]
-        if len(share) < num_found:
+        if 0 < (config.num_devices or num_found) < num_found:
             # JAX takes three quarters of the memory of each GPU that it sees, whether it is used or not.
-            jax.config.update(option, ",".join(map(str, share)))
+            jax.config.update(option, ",".join(map(str, range(config.num_devices or 0))))
 
 
 def _hide(config: Config, kind: str, num_found: int) -> None:
@@ -284,69 +280,6 @@ def _devices_of(kind: str) -> list[jax.Device]:
 def device_name() -> str:
     """Returns the name of the first GPU or TPU, as its maker has it."""
     return jax.devices()[0].device_kind
-
-
-# Longer than any run: who is gone is noticed by the link, which says who, where JAX's heartbeat ends a process by
-# SIGABRT. At the end of a program all wait for each other.
-_SECONDS_OF_HEARTBEAT, _SECONDS_TO_END = 10**6, 20
-
-
-def join_hosts(cluster: Cluster, config: Config) -> None:
-    """Joins the others; returns when all have come. Call before JAX starts.
-
-    Raises:
-        UserError: if they do not come.
-    """
-    link = join(cluster, config)
-    address = places_of_processes(link)[0]
-    # SIGTERM is ours: JAX's own service (0.10.2) would keep it.
-    jax.config.update("jax_enable_preemption_service", False)
-    # Otherwise the end of one process ends the others by SIGABRT, before they can say which it was.
-    jax.config.update("jax_enable_recoverability", True)
-    use_address_of_host(link.own or addresses.LOOPBACK)
-    # gRPC (of jaxlib 0.10.2) would send what goes to the other machines through a proxy, of which JAX warns.
-    jax.config.update("jax_check_proxy_envs", False)
-    reach_without_proxy([address])
-    jax.distributed.initialize(
-        coordinator_address=address,
-        num_processes=cluster.num_processes,
-        process_id=cluster.process,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=address,
-        heartbeat_timeout_seconds=_SECONDS_OF_HEARTBEAT,
-        shutdown_timeout_seconds=_SECONDS_TO_END,
-    )
-    atexit.register(_leave, link)
-
-
-def _leave(link: Link) -> None:
-    """Disconnects from JAX's service, which process 0 takes away with it, before process 0 ends.
-
-    jaxlib (0.10.2) ends a process by SIGABRT that finds it gone; with recoverability it does not wait for the others.
-    """
-    if link.is_failing:  # and nobody waits for anybody
-        return
-    if link.rank:
-        jax.distributed.shutdown()
-    all_left = link.gather_later(None)
-    if link.rank == 0:
-        all_left()
-
-
-def check_joined(cluster: Cluster | None) -> None:
-    """Raises if JAX has started in this process alone, or was joined with others by somebody else.
-
-    Raises:
-        AlreadyStartedError: if only a new process can join the others.
-        UserError: if others were joined that the run knows nothing of.
-    """
-    if cluster is None and jax.process_count() > 1:
-        raise UserError(
-            f"jax.distributed.initialize has joined {jax.process_count()} processes, but the run is not told of them: "
-            "leave that call out, and add --hosts, --host_rank and --coordinator"
-        )
-    if cluster is not None and current_link() is None:
-        raise AlreadyStartedError("JAX has already started in one process")
 
 
 def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:

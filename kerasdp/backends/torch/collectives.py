@@ -4,11 +4,14 @@ Small tensors on the CPU travel through sockets, all others by `torch.distribute
 """
 
 import collections
+import contextlib
 import os
 import shutil
 import socket
 import struct
+import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -16,9 +19,7 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.backends.torch.private import all_gather_functional, all_reduce_async, is_being_captured, wait
-from kerasdp.runtime.door import Door
-from kerasdp.runtime.door import connect as connect_to
-from kerasdp.runtime.link import Link
+from kerasdp.runtime.ranks import Processes
 
 
 def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -119,43 +120,41 @@ class _GatherStatistics(torch.autograd.Function):
 
 # Sockets are told to hold as much, so that all may send before they read.
 _MOST_BYTES = 2**16
-_SECONDS_TO_COME = 120.0
-# The head of a message: its tag, and the number of bytes after it.
-_HEAD = struct.Struct("<qq")
+# The head of a message: its tag, and the number of bytes after it. And the number of a rank.
+_HEAD, _NUMBER = struct.Struct("<qq"), struct.Struct("<q")
 
 
 class _Sockets:
-    """Holds a connection to each other process of the run. Made by all of them together.
+    """Holds a connection to each other process of the run, on this machine. Made by all of them together.
 
     Gloo (torch 2.13) hands each message to a thread of its own. Where processes share cores that thread waits for its
     turn: beside a computation, gathering 144 bytes costs 1.1 ms among two processes on two cores and 4 ms among four;
     with sockets that the computing thread itself reads, 0.04 and 0.6 ms.
     """
 
-    def __init__(self, link: Link) -> None:
-        self.rank, self.size = link.rank, link.num_processes
-        folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else ""]  # that this user alone can enter
-        (folder,) = link.all_gather_object(folders)[0]
+    def __init__(self, processes: Processes) -> None:
+        self.rank, self.size = processes.rank, processes.num_processes
+        folder: str = processes.all_gather_object(tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else "")[0]
         self.others: dict[int, socket.socket] = {}
         # By rank: what was read and is not a whole message yet. By rank and tag: messages that were not asked for yet.
         self.unread: dict[int, bytearray] = collections.defaultdict(bytearray)
         self.arrived: dict[tuple[int, int], collections.deque[bytes]] = collections.defaultdict(collections.deque)
-        with Door(os.path.join(folder, str(self.rank)) if link.own is None else (link.own, 0)) as door:
-            places = link.all_gather_object(door.place)
+        with socket.socket(socket.AF_UNIX) as door, _short_path(folder) as short:
+            door.bind(os.path.join(short, str(self.rank)))
+            door.listen(self.size)
+            processes.all_gather_object(None)  # all listen
             for rank in range(self.rank):
-                self.others[rank] = connect_to(places[rank], {"rank": self.rank})
-            while len(self.others) < self.size - 1:
-                if (come := door.next(_SECONDS_TO_COME)) is None:
-                    raise ConnectionError("the other ranks have not come")
-                connection, words = come
-                self.others[words["rank"]] = connection
+                self.others[rank] = socket.socket(socket.AF_UNIX)
+                self.others[rank].connect(os.path.join(short, str(rank)))
+                self.others[rank].sendall(_NUMBER.pack(self.rank))
+            for _ in range(self.rank + 1, self.size):
+                connection, _ = door.accept()
+                (rank,) = _NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))
+                self.others[rank] = connection
         for connection in self.others.values():
-            connection.settimeout(None)
-            if link.own is not None:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # on macOS it would be 8 KiB
                 connection.setsockopt(socket.SOL_SOCKET, buffer, 2 * _MOST_BYTES)
-        link.all_gather_object(None)
+        processes.all_gather_object(None)  # all are connected
         if self.rank == 0:
             shutil.rmtree(folder)
 
@@ -200,10 +199,20 @@ class _Sockets:
 _sockets: _Sockets | None = None
 
 
-def connect_sockets(link: Link) -> None:
-    """Connects the processes of a run. Called by each of them."""
+@contextlib.contextmanager
+def _short_path(folder: str) -> Iterator[str]:
+    """Yields another path of a folder: the address of a Unix socket has 107 letters at most."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}" if sys.platform == "linux" else folder
+    finally:
+        os.close(descriptor)
+
+
+def connect_sockets(processes: Processes) -> None:
+    """Connects the processes of a run, which are on one machine. Called by each of them."""
     global _sockets
-    _sockets = _Sockets(link)
+    _sockets = _Sockets(processes)
 
 
 def fits_sockets(tensor: torch.Tensor) -> bool:

@@ -15,8 +15,8 @@ from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.heartbeat import shapes_of
 from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.runtime.watchdog import shapes_of
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch

@@ -1,12 +1,10 @@
 """PyTorch: the devices of a run, a process each: chosen, started, joined, and given data."""
 
-import atexit
 import collections
 import hashlib
 import os
-import shutil
+import socket
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,24 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, Strategy, Structure
 from kerasdp.backends.steps import compared_variables
 from kerasdp.backends.torch import collectives
-from kerasdp.backends.torch.elastic import start_elastic_workers
 from kerasdp.backends.torch.private import leave_process_group
-from kerasdp.config import HANG_TIMEOUT, Config
+from kerasdp.backends.torch.processes import GlooProcesses
+from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
-from kerasdp.runtime import addresses, outcome
-from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
-from kerasdp.runtime.door import private_folder
+from kerasdp.runtime import outcome
+from kerasdp.runtime.cluster import Cluster, number_in, require_same
+from kerasdp.runtime.device_errors import lost_process
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
 from kerasdp.runtime.hardware import is_too_old_for
-from kerasdp.runtime.link import Link
-from kerasdp.runtime.linked_processes import LinkedProcesses, current_link, join
 from kerasdp.runtime.ranks import Processes
-from kerasdp.runtime.watch import SECONDS_TO_COMPILE
+from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
 from kerasdp.runtime.workers import peak_memory_of_process, run_workers
 
 if TYPE_CHECKING:
@@ -56,16 +53,16 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     """
     # It counts without CUDA, also GPUs whose driver is too old for the CUDA that this torch is built for.
     num_found = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
-    # A process that was started is one rank, with one device, or the launcher of a machine.
-    is_rank = cluster is not None and (cluster.local_processes > 1 or cluster.source in OF_RANKS)
-    if cluster is not None and is_rank:
-        if devices_of_process(config, cluster) not in (None, 1):
+    if cluster is not None:  # a rank, which has one device
+        num_ranks = number_in(os.environ, "LOCAL_WORLD_SIZE", 1)
+        if config.num_devices not in (None, num_ranks):
             raise UserError(
-                f"--gpus={config.num_devices}: {cluster.source} starts {cluster.local_processes} processes on each "
-                "machine, of which each has one device with torch: let it start as many as there are devices"
+                f"--gpus: expected {num_ranks}, the processes that {cluster.source} starts on this machine, each with "
+                f"one device. Received: {config.num_devices}; let it start as many as there are devices, and leave "
+                "--gpus out"
             )
         num_found = min(num_found, 1)
-    devices = choose_devices(config, num_found, cluster=cluster, is_rank=is_rank)
+    devices = choose_devices(config, num_found, cluster=cluster, is_rank=cluster is not None)
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
     if devices.of_process == 1 and "keras" in sys.modules and wanted != known:
         raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
@@ -132,47 +129,38 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     """
     if devices.count == 1:
         return SingleProcess()
-    is_gpu = devices.kind == "gpu"
-    link = join(worker_cluster(), config)
-    if not dist.is_initialized():  # by an earlier run of this program, which something else has started as a rank
-        if (name := addresses.interface_of_address(link.own or addresses.LOOPBACK)) is not None:
-            for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
-                variable = f"{library}_SOCKET_IFNAME"
-                os.environ[variable] = name if link.own is None else os.environ.get(variable, name)
+    is_gpu, is_joined = devices.kind == "gpu", dist.is_initialized()  # by an earlier run of this program, or by Ray
+    if devices.cluster is not None:
+        if not is_joined:
+            dist.init_process_group(
+                "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None
+            )
+        processes = GlooProcesses()
+        require_same(processes, config)
+        return processes
+    if not is_joined:
+        for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
+            os.environ[f"{library}_SOCKET_IFNAME"] = _loopback()
         dist.init_process_group(
             "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None,
-            store=_open_store(link), rank=link.rank, world_size=link.num_processes,
+            store=_open_store(devices.count), rank=int(os.environ["RANK"]), world_size=devices.count,
         )  # fmt: skip
-        if not is_gpu:
-            collectives.connect_sockets(link)
-    local = (int(os.environ["LOCAL_RANK"]), devices.of_process) if devices.of_process > 1 else (0, 1)
-    return LinkedProcesses(link, local)
+    processes = GlooProcesses()
+    if not is_gpu and not is_joined:
+        collectives.connect_sockets(processes)
+    return processes
 
 
-def _open_store(link: Link) -> Any:
-    """Opens what the process group finds its addresses in: a file, or between machines a server.
+def _loopback() -> str:
+    """Returns the name of the network interface that other machines cannot reach."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
-    torch's server (2.13) would listen at all addresses of the machine, and lets anybody write. It gets a socket of the
-    address that the other machines use, and what is read from it is never unpickled: objects go over the link.
-    """
-    if link.own is None:
-        worker = outcome.place()
-        folder = worker.folder if worker else tempfile.mkdtemp(prefix="kerasdp-") if link.rank == 0 else ""
-        if worker is None and link.rank == 0:
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return dist.FileStore(os.path.join(link.all_gather_object(folder)[0], "store"), link.num_processes)  # type: ignore
-    place: Any = None
-    if link.rank:
-        host, port = link.all_gather_object(place)[0]
-        return dist.TCPStore(host, port, link.num_processes, is_master=False)  # type: ignore[attr-defined]
-    door = addresses.listen(link.own, 0)
-    host, port = door.getsockname()[:2]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, link.num_processes, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
-    )
-    place = host, port
-    link.all_gather_object(place)
-    return store
+
+def _open_store(num_ranks: int) -> Any:
+    """Opens what the ranks of one machine find their addresses in: a file in a folder of this user's alone."""
+    worker = outcome.place()
+    assert worker is not None  # noqa: S101
+    return dist.FileStore(os.path.join(worker.folder, "store"), num_ranks)  # type: ignore[attr-defined]
 
 
 class TorchStrategy(Strategy):
@@ -293,30 +281,27 @@ _PRELOAD = ["torch", "keras", "kerasdp.training.runner", "kerasdp.backends.torch
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Calls `worker(devices, settings, train)` in a process for each device; returns what rank 0 returned.
 
-    A single device needs no other process: `worker` then runs in this one. Otherwise this process watches over them.
+    A single device needs no other process, nor does a rank that torchrun has started: `worker` then runs in this one.
+    Otherwise this process watches over them.
 
     Raises:
         UserError: if `train` refers to something that cannot be sent to other processes.
         RunError: the error of the first worker that failed. All others are ended first.
     """
-    cluster, num_local = devices.cluster, devices.of_process
-    if cluster is not None and cluster.is_elastic:
-        return start_elastic_workers(worker, devices, settings, train)
+    if devices.cluster is not None:
+        return _started_rank(worker, devices, settings, train)
+    num_local = devices.count
     if num_local == 1:
-        if cluster is not None:
-            os.environ.update(_variables(cluster, 0, 1))
         return worker(devices, settings, train)
-    first = 0 if cluster is None else num_local * cluster.process
     threads = {name: os.environ.get(name, str(num_threads(num_local))) for name in _OF_THREADS}
     return run_workers(
         _rank,
         (worker, devices, settings, train),
-        names=[f"rank {first + number}" for number in range(num_local)],
-        variables=lambda number: threads | _variables(cluster, number, num_local),
+        names=[f"rank {number}" for number in range(num_local)],
+        variables=lambda number: threads | {"RANK": str(number), "LOCAL_RANK": str(number)},
         # Forked from a process that has imported them, unless there are GPUs, which such a process may have looked for;
         # on macOS what torch loads may have begun threads.
         preload=None if torch.cuda.device_count() or sys.platform != "linux" else _PRELOAD,
-        timeout=HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or None,
     )
 
 
@@ -329,17 +314,15 @@ def num_threads(num_local: int) -> int:
     return max(1, (os.cpu_count() or 1) // num_local)
 
 
-def _variables(cluster: Cluster | None, number: int, num_local: int) -> dict[str, str]:
-    """Returns what says which rank a process is, as torchrun does; `number`: of the process on this machine."""
-    if cluster is not None and num_local == 1:  # which another program has started
-        of_machine, numbers = (cluster.local_process, cluster.local_processes), (cluster.process, cluster.num_processes)
-    else:
-        of_machine = number, num_local
-        hosts, host = (cluster.num_processes, cluster.process) if cluster else (1, 0)
-        numbers = host * num_local + number, hosts * num_local
-    address, port = cluster.address if cluster else ("127.0.0.1", 0)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: str(value) for name, value in zip(names, (*numbers, *of_machine, address, port))}
+@record  # so that torchrun shows the first error of all ranks
+def _started_rank(worker: Callable[..., Any], *args: Any) -> Any:
+    """Runs in the process of a rank that torchrun has started, or that is told like one where it is."""
+    try:
+        return worker(*args)
+    except Exception as error:
+        if (lost := lost_process(error)) is None:
+            raise
+        raise lost from error
 
 
 def _rank(worker: Callable[..., Any], *args: Any) -> Any:
@@ -347,8 +330,6 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which was read where torch was imported
     result = worker(*args)
     leave_process_group()
-    if (link := current_link()) is not None:
-        link.leave()  # a process that was forked calls no `atexit` functions
     return result
 
 

@@ -1,0 +1,118 @@
+"""PyTorch: what the ranks of a run exchange beside tensors: objects, flags, and batches that one of them reads."""
+
+import datetime
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kerasdp.errors import UserError
+from kerasdp.runtime import lines
+from kerasdp.runtime.ranks import ALIKE
+
+T = TypeVar("T")
+
+# A rank may wait at the end of the training function for as long as another one works there.
+_AS_LONG_AS_IT_TAKES = datetime.timedelta(days=365)
+# What ranks exchange: all of them the same at a time.
+_OBJECT, _FLAG, _LATER = range(3)
+# Of a message's tag, which has 31 bits, so many are of its number on its scatter.
+_BITS_OF_NUMBERS = 20
+
+
+class GlooProcesses:
+    """`kerasdp.runtime.ranks.Processes` over a group of Gloo's, also where the gradients go by NCCL.
+
+    Its messages never wait for those of a step. All ranks make it together, once the process group is there.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.num_processes = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_TAKES)
+        self._last: Callable[[], int] | None = None
+        self._scatter_numbers = itertools.count()
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """See `Processes`."""
+        own = _bytes_of(value)
+        padded = torch.zeros(self._begin_maximum(_OBJECT, len(own))(), dtype=torch.uint8, device="cpu")
+        padded[: len(own)] = own
+        gathered = padded.new_empty(self.num_processes * len(padded))
+        dist.all_gather_single(gathered, padded, group=self._group)
+        return [_value_of(row) for row in gathered.view(self.num_processes, -1)]
+
+    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
+        """See `Processes`."""
+        return self.all_gather_object(values)[0]
+
+    def all_reduce_max_delayed(self, number: int) -> int:
+        """See `Processes`."""
+        last, self._last = self._last, self._begin_maximum(_LATER, number)
+        return 0 if last is None else last()
+
+    def any_rank(self, flag: bool) -> bool:
+        """See `Processes`."""
+        return self._begin_maximum(_FLAG, flag)() > 0
+
+    def open_scatter(self) -> "GlooScatter":
+        """See `Processes`."""
+        return GlooScatter(self._group, self.rank, self.num_processes, next(self._scatter_numbers))
+
+    def _begin_maximum(self, kind: int, number: int) -> Callable[[], int]:
+        """Begins an exchange; returns a function that waits for the maximum of the ranks' numbers.
+
+        Ranks that begin exchanges of different kinds see it: their maximum is not their minimum.
+        """
+        tensor = torch.tensor([number, kind, -kind], device="cpu")
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            largest, *kinds = tensor.tolist()
+            if sum(kinds):
+                place = lines.of_call() or "its end"
+                raise UserError(
+                    f"the ranks do different things: rank {self.rank}, at {place}, and another one wait for each other "
+                    f"in different calls: {ALIKE}"
+                )
+            return int(largest)
+
+        return wait
+
+
+class GlooScatter:
+    """`kerasdp.runtime.ranks.Scatter` over a group of Gloo's: messages of any threads, each with a tag of its own."""
+
+    def __init__(self, group: Any, rank: int, num_processes: int, channel: int):
+        self.rank, self.num_processes = rank, num_processes
+        self._group, self._channel = group, channel % 2 ** (31 - _BITS_OF_NUMBERS)
+
+    def __call__(self, values: list[Any], number: int) -> Any:
+        """See `kerasdp.runtime.ranks.Scatter`."""
+        tag = self._channel << _BITS_OF_NUMBERS | number % 2**_BITS_OF_NUMBERS
+        if self.rank:
+            length = torch.empty(1, dtype=torch.int64, device="cpu")
+            dist.recv(length, group=self._group, group_src=0, tag=tag)
+            content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            dist.recv(content, group=self._group, group_src=0, tag=tag)
+            return _value_of(content)
+        sent = []
+        for rank in range(1, self.num_processes):
+            content = _bytes_of(values[rank])
+            for message in (torch.tensor([len(content)], device="cpu"), content):
+                sent.append((dist.isend(message, group=self._group, group_dst=rank, tag=tag), message))
+        for work, _ in sent:  # whose memory is there until then
+            work.wait()
+        return values[0]
+
+
+def _bytes_of(value: Any) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(pickle.dumps(value, protocol=5), np.uint8))
+
+
+def _value_of(content: torch.Tensor) -> Any:
+    return pickle.loads(content.numpy().data)
