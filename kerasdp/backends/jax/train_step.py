@@ -429,7 +429,8 @@ def _in_micro_batches(
         return compute(carry, own, number * counts[0], counts[0], shares[0])
 
     full = jax.tree.map(one_by_one, rows)
-    carry, (losses, outputs) = jax.lax.scan(step, compute.begun(), (jnp.arange(num_full, dtype="int32"), full))
+    numbers = jnp.arange(num_full, dtype="int32")
+    carry, (losses, outputs) = jax.lax.scan(step, compute.begun(), (numbers, full), unroll=compute.is_written_out)
     loss = jnp.sum(losses)
     parts = [jax.tree.map(lambda leaf, number=number: leaf[number], (full, outputs)) for number in range(num_full)]
     if num_full < len(counts):
@@ -445,7 +446,13 @@ def _in_micro_batches(
 
 
 class _MicroBatch:
-    """Computes one micro-batch after the other; what is carried: sums of gradients, and values of variables."""
+    """Computes one micro-batch after the other; what is carried: sums of gradients, and values of variables.
+
+    Attributes:
+        context: of all of them.
+        is_written_out: whether the loop is written out. On the CPU XLA (jaxlib 0.10.2) computes a convolution within a
+            loop with another kernel, which takes 15 times as long.
+    """
 
     def __init__(self, model: Any, state: Any, shards: Shards, context: ReplicaContext, total_rows: int):
         from kerasdp.keras_compat.layers import seed_variables
@@ -457,6 +464,7 @@ class _MicroBatch:
             context, total_rows=total_rows, row_axes=axes, adds=AddedLosses(axes), is_micro_batch=True
         )
         seeds = {id(variable) for variable in seed_variables(model)}
+        self.is_written_out = shards.replicated.mesh.devices.flat[0].platform == "cpu"
         self.seeds = [place for place, each in enumerate(model.non_trainable_variables) if id(each) in seeds]
 
     def begun(self) -> tuple[Any, Any, Any]:
@@ -475,13 +483,15 @@ class _MicroBatch:
         context = dataclasses.replace(
             self.context, num_rows=num_rows, rows=num_rows, first_row=first_row, calling=[], regularized={}, _calls={}
         )
-        row_share = num_rows / context.total_rows
+        row_share, inputs = num_rows / context.total_rows, data[0]
+        if self.is_written_out:
+            inputs = _after(sums, inputs)
 
         def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
             training = {"training": True} if "training" in model.call_signature_parameters else {}
             with use(context), _keeping_variables_of(model):
                 outputs, new, penalties = model.stateless_call(
-                    trainable, non_trainable, data[0], return_losses=True, **training
+                    trainable, non_trainable, inputs, return_losses=True, **training
                 )
             with losses_of_whole_batch(share / row_share):
                 loss, new_metrics = _compiled_loss(model, metrics, data, outputs)
@@ -492,6 +502,16 @@ class _MicroBatch:
         compute = self.shards.gathering(loss_and_updates)
         gradients, (loss, outputs, new, metrics) = jax.grad(compute, has_aux=True)(trainable)
         return (self.shards.cut(jax.tree.map(jnp.add, sums, gradients)), new, metrics), (loss, outputs)
+
+
+def _after(gradients: list[Any], inputs: Any) -> Any:
+    """Returns inputs that are there once gradients are.
+
+    XLA would otherwise make all forward passes first, and keep all that they leave. On the CPU (jaxlib 0.10.2) it
+    forgets `jax.lax.optimization_barrier` before it orders operations; zeros of the gradients it must wait for.
+    """
+    zero = sum((0 * jnp.nan_to_num(gradient.ravel()[0]) for gradient in gradients), jnp.zeros(()))
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), inputs)
 
 
 def _compiled_loss(model: Any, metrics: list[Any], data: Any, outputs: Any) -> tuple[Any, list[Any]]:
