@@ -85,15 +85,6 @@ def test_a_batch_is_read_once_whoever_looks_at_it():
     assert epochs == [[2, 3, 4, 5], [7, 8, 9, 10]]
 
 
-def test_a_generator_loses_nothing_to_the_first_look():
-    reader = StreamReader(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 11, 4)), Split(2), (0, 1))
-    assert reader.num_batches is None
-    assert reader.first().targets.tolist() == [0, 1, 2, 3]
-    batches = list(itertools.takewhile(lambda batch: batch is not None, (read() for read in reader.epoch(0))))
-    assert [batch.targets.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 10]]
-    assert np.concatenate([batch.indices for batch in batches]).tolist() == list(range(11))
-
-
 class SlowSource(ArraySource):
     num_threads = 4
 

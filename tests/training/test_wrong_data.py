@@ -84,13 +84,13 @@ WARNED = {
     "from_logits=True to the loss, or softmax or sigmoid to the layer",
 }
 TRAINED = ("label ignored", "labels as floats", "weight of a class without samples", "batch larger than the data")
-TEXT_TRAINED = ("text to look up",)  # with tensorflow
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What each case is answered on one device of each backend, and after how many steps."""
-    return {name: result_of(run(PROGRAMS / "wrong_data.py", name, 1, backend=name)) for name in BACKENDS}
+    """What each case is answered on one device, and after how many steps; TensorFlow, which is slow, is a proof."""
+    names = [name for name in BACKENDS if name != "tensorflow"]
+    return {name: result_of(run(PROGRAMS / "wrong_data.py", name, 1, backend=name)) for name in names}
 
 
 def expected(case):
@@ -111,17 +111,16 @@ def test_the_answer_is_the_same_everywhere(outcomes, case):
 
 
 def test_every_case_is_judged(outcomes):
-    for backend, answers in outcomes.items():
-        known = {*REFUSED, *LATER, *WARNED, *TRAINED}
-        assert answers.keys() == (known | {*TEXT_TRAINED} if backend == "tensorflow" else known)
-        assert all(answers[case][0] == "trains" for case in TEXT_TRAINED if case in answers)
+    for answers in outcomes.values():
+        assert answers.keys() == {*REFUSED, *LATER, *WARNED, *TRAINED}
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_on_several_devices(backend):
-    answers = result_of(run(PROGRAMS / "wrong_data.py", backend, 2, backend=backend))
+@pytest.mark.parametrize(("backend", "count"), [*((name, 2) for name in BACKENDS), ("tensorflow", 1)])
+def test_tensorflow_and_several_devices_answer_the_same(backend, count):
+    answers = result_of(run(PROGRAMS / "wrong_data.py", backend, count, backend=backend))
     assert {case: answer[0] for case, answer in answers.items()} == {case: expected(case)[0] for case in answers}
+    assert ("text to look up" in answers) == (backend == "tensorflow")
 
 
 @pytest.mark.proof
