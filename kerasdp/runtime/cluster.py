@@ -113,8 +113,8 @@ def check_cluster(config: Config, cluster: Cluster | None) -> None:
     if cluster is None or config.backend == "torch" or config.strategy == "data":
         return
     raise UserError(
-        f"--strategy={config.strategy}: on several machines there for --backend=torch only. Received: "
-        f"{config.backend}; use torch, or --strategy=data"
+        f"--strategy={config.strategy}: on one machine only. Received: several; use --strategy=data, with "
+        "--shard=weights"
     )
 
 

@@ -85,11 +85,11 @@ def test_a_run_by_itself_between_two_of_both(backend):
 
 @pytest.mark.proof
 @pytest.mark.skipif("torch" not in BACKENDS, reason="pipelines over several machines are there for torch only")
-@pytest.mark.parametrize(("stages", "devices"), [(2, 1), (4, 2), (2, 2)])
-def test_a_pipeline_over_two_hosts(stages, devices):
+@pytest.mark.parametrize(("cut_at", "devices"), [(None, 1), (None, 2), ("flatten", 2)])
+def test_a_pipeline_over_two_hosts(cut_at, devices):
     """Its stages are on both; or each has a pipeline."""
     settings = {"backend": "torch", "epochs": 1}
-    pipeline = {"strategy": "pipeline", "num_stages": stages, "num_devices": devices, "balance": "flops"}
+    pipeline = {"strategy": "pipeline", "cut_at": cut_at, "num_devices": devices}
     found = results_of(started(2, **settings, **pipeline))[0]
     assert max(differences(found, alone(**settings))) < 1e-5
 

@@ -24,8 +24,8 @@ def is_there(backend, count, case):
     """Not each choice is there on each backend; what is shared needs several devices."""
     in_parts = count > 1 and backend != "tensorflow"
     where = {
-        "accumulate": backend != "tensorflow" or count == 1, "optimizer": in_parts, "weights": in_parts,
-        "together": in_parts, "pipeline": count == 2, "tensor": (backend, count) == ("jax", 2),
+        "optimizer": in_parts, "weights": in_parts,
+        "together": in_parts, "pipeline": (backend, count) == ("torch", 2), "tensor": (backend, count) == ("jax", 2),
     }  # fmt: skip
     return where.get(case, True)
 

@@ -103,12 +103,14 @@ def test_several_machines_are_for_torch_and_jax():
         check_cluster(Config(backend="tensorflow"), find_cluster(Config(), TORCHRUN))
 
 
-def test_pipelines_on_several_machines_are_for_torch():
+def test_only_data_parallelism_is_there_on_several_machines_of_jax():
     found = find_cluster(Config(), TORCHRUN)
-    for fields in ({"strategy": "pipeline"}, {"accumulate": 2}):
-        check_cluster(Config(backend="torch", **fields), found)
-        with pytest.raises(UserError, match="on several machines there for --backend=torch only"):
-            check_cluster(Config(backend="jax", **fields), found)
+    check_cluster(Config(backend="torch", strategy="pipeline"), found)
+    check_cluster(Config(backend="jax", accumulate=2), found)
+    with pytest.raises(
+        UserError, match="--strategy=tensor: on one machine only. Received: several; use --strategy=data"
+    ):
+        check_cluster(Config(backend="jax", strategy="tensor"), found)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,6 @@ def test_the_first_of_slurms_nodes(nodes, first):
 
 def test_stages_count_the_devices_of_all_machines():
     job = {"hosts": 2, "host_rank": 0, "coordinator": "a:1", "strategy": "pipeline", "backend": "torch"}
-    assert Config(**job, num_stages=2, num_devices=1).num_stages == 2
+    assert Config(**job, cut_at="a", num_devices=1).num_replicas(2) == 1
     with pytest.raises(UserError, match="--gpus: expected a multiple of the 3 stages, a device each. Received: 4"):
-        Config(**job, num_stages=3, num_devices=2)
+        Config(**job, cut_at="a,b", num_devices=2)
