@@ -153,11 +153,10 @@ def _find_cluster(settings: Config) -> Cluster | None:
             f"--max_restarts: not with the ranks of {found.source}, which may start them again, as torchrun "
             "--max-restarts=3; leave it out"
         )
-    if settings.backend == "jax" and (settings.accumulate > 1 or settings.strategy != "data"):
-        what = f"--accumulate={settings.accumulate}" if settings.accumulate > 1 else f"--strategy={settings.strategy}"
+    if settings.backend == "jax" and settings.strategy != "data":
         raise UserError(
-            f"{what}: on several machines there for --backend=torch only. Received: jax; use torch, or --strategy=data "
-            "without --accumulate"
+            f"--strategy={settings.strategy}: on one machine only. Received: several; use --strategy=data, with "
+            "--shard=weights"
         )
     return found
 

@@ -84,25 +84,16 @@ def test_copies_have_a_stream_of_their_own(quick):
     assert quick["streams"] == {"threads": ["reading"], "awaited": [0, num_batches], "kept": [2 * num_batches - 20, 0]}
 
 
-STAGES = {
-    "strategy": "pipeline",
-    "num_stages": 2,
-    "pipeline_schedule": "interleaved1f1b",
-    "split_size": 2,
-    "balance": "time",
-}
+STAGES = {"strategy": "pipeline", "pipeline_schedule": "1f1b", "split_size": 2}
 
 
 def test_no_step_of_a_pipeline_waits():
-    """Two stages on one device; what all weights share, metrics and clipping are there, too."""
+    """One stage; what all weights share, metrics and clipping are there, too."""
     found = trained(["global_clipnorm", "scaled"], **STAGES)
     for case in ("global_clipnorm", "scaled"):
         step = found[case]["fit"]
         assert (step["read"], step["sent"]) == (0, 0)
         assert found[case]["waited"] == NUM_WAITED
-    # Each of the eight layers of both models, in four passes: the cut is by the times of the device.
-    assert found["synchronized"] == 2 * 8 * 4
-    assert found["measured"] == [["cuda"], ["cpu"], 8]
 
 
 def test_no_step_in_micro_batches_waits():

@@ -14,7 +14,7 @@ LEFT = {
 ONE = ["convnet", "kept", "kept-several", "float16", "tokens", "kept-tokens", "accumulate", "accumulate-float16"]
 TWO = [
     "lenet", "adam", "convnet", "clipnorm", "replica", "uneven", "uneven-replica", "bfloat16", "float16", "float64",
-    "sent-bfloat16", "kept", "several", "kept-several", "tokens", "kept-tokens", "pipeline", "pipeline-1f1b",
+    "sent-bfloat16", "kept", "several", "kept-several", "tokens", "kept-tokens", "accumulate",
     "resnet18", "resnet50",
 ]  # fmt: skip
 

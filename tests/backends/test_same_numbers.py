@@ -36,7 +36,7 @@ def test_the_largest_number_keeps_its_gradient():
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "ways", [{}, {"num_devices": 2}, {"accumulate": 3}, {"num_devices": 2, "strategy": "pipeline"}], ids=str
+    "ways", [{}, {"num_devices": 2}, {"accumulate": 3}, {"num_devices": 2, "accumulate": 3}], ids=str
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_in_each_way(backend, ways):

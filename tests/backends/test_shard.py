@@ -147,7 +147,7 @@ def test_what_is_refused(case):
             "there for --backend=torch and jax. Received: tensorflow, where each device holds all of the model; use "
             "one of those, or leave it out",
         ),
-        ({"backend": "jax", "strategy": "pipeline"}, "not together with --strategy=pipeline; leave out one of them"),
+        ({"backend": "jax", "strategy": "tensor"}, "not together with --strategy=tensor; leave out one of them"),
         ({"backend": "jax", "num_devices": 1}, "one device holds all of the model; leave it out, or use --gpus=2"),
     ],
 )

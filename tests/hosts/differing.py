@@ -38,18 +38,15 @@ class Alone:
     reason: str
 
 
-_PIPELINE = {"strategy": "pipeline", "balance": "flops"}
+_PIPELINE = {"strategy": "pipeline"}
 # Of each field of `Config`. {folder} is of the run.
 FIELDS: dict[str, Differs | Free | Alone] = {
     "backend": Alone("torch's and JAX's processes meet at different places"),
     "num_devices": Differs(2, backends=_ON_JAX),
     "device": Differs("auto"),
     "strategy": Differs("pipeline", backends=_ON_TORCH),
-    "num_stages": Differs(1, _PIPELINE | {"num_stages": 2}, _ON_TORCH),
     "cut_at": Differs("flatten", _PIPELINE | {"cut_at": "dense1"}, _ON_TORCH),
-    "balance": Differs("parameters", _PIPELINE, _ON_TORCH),
     "split_size": Differs(8, _PIPELINE | {"split_size": 16}, _ON_TORCH),
-    "micro_batches": Differs(4, _PIPELINE | {"micro_batches": 2}, _ON_TORCH),
     "pipeline_schedule": Differs("1f1b", _PIPELINE, _ON_TORCH),
     "model": Differs("lenet"),
     "dataset": Differs("synthetic(shape=(8,8,1), num_classes=10)"),
@@ -57,7 +54,7 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "remat": Differs("dense*"),
     "shard": Differs("weights", {"shard": "optimizer"}),
     "batch_size": Differs(32),
-    "accumulate": Differs(2, backends=_ON_TORCH),
+    "accumulate": Differs(2),
     "epochs": Differs(2),
     "max_steps": Differs(9, {"max_steps": 12}),
     "optimizer": Differs("adam"),

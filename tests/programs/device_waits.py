@@ -21,7 +21,6 @@ import kerasdp  # noqa: E402
 
 # Steps of the runs of which the difference is taken, and samples of each.
 SHORT, LONG, NUM_ROWS = 4, 12, 4
-NUM_SYNCHRONIZED = []
 KINDS = ("read", "sent", "native_batch_norm", "_foreach_add_")
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 
@@ -138,12 +137,7 @@ def train(cases, runner):
             "awaited": [of_steps.num_awaited, sum(stream.num_awaited for stream in of_copies)],
             "kept": [of_steps.num_kept, sum(stream.num_kept for stream in of_copies)],
         }
-        found["pinned"], found["synchronized"] = pinned(runner), len(NUM_SYNCHRONIZED)
-    if runner.strategy.stages is not None:
-        import keras
-
-        with runner.scope():
-            found["measured"] = measured(model_of(keras, "sgd")) if sys.argv[1] == "gpu" else []
+        found["pinned"] = pinned(runner)
     return found
 
 
@@ -187,30 +181,8 @@ def pinned(runner):
     return found
 
 
-def measured(model):
-    """Where a model's layers are when they are measured, where its weights are then, and how many costs there are."""
-    from kerasdp.backends.torch.pipeline_parallel import measuring_on
-    from kerasdp.keras_compat.models import as_functional
-    from kerasdp.pipeline.graph import graph_of
-    from kerasdp.pipeline.partition import costs_of
-
-    seen = set()
-
-    class Devices(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            result = operation(*args, **(kwargs or {}))
-            if operation.overloadpacket.__name__ in ("convolution", "mm", "addmm"):
-                seen.add(result.device.type)
-            return result
-
-    with Devices():
-        costs = costs_of(graph_of(as_functional(model)), "time", 4, measuring_on(torch.device("cuda", 0)))
-    return [sorted(seen), sorted({variable.value.device.type for variable in model.variables}), len(costs)]
-
-
 def imitate_cuda():
     """More of what a build for the CPU does not have."""
-    torch.cuda.synchronize = lambda _: NUM_SYNCHRONIZED.append(1)
     torch.cuda.get_rng_state, torch.cuda.set_rng_state = lambda _: torch.zeros(1), lambda *_: None
 
 

@@ -129,12 +129,10 @@ def programs_of(case):
     settings = {
         "num_devices": NUM_DEVICES, "device": "cpu", "verbose": 0, "check": "off",
         **{name: case[name] for name in (
-               "strategy", "precision", "accumulate", "num_stages", "pipeline_schedule", "batch_norm", "shard"
+               "strategy", "precision", "accumulate", "batch_norm", "shard"
            ) if name in case},
     }  # fmt: skip
     settings |= {"model": case["model"]} if case["model"] not in ("gpt", "pooling", "lstm") else {}
-    if settings.get("strategy") == "pipeline":
-        settings["balance"] = "flops"
     try:
         model = kerasdp.launch(lambda runner: train(runner, case), backend="jax", **settings)
     finally:

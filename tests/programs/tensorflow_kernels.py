@@ -41,9 +41,6 @@ CASES = {
     "resnet50": {"model": "resnet50"},
     "accumulate": {"model": "convnet", "accumulate": 4},
     "accumulate-float16": {"model": "convnet", "accumulate": 4, "precision": "float16"},
-    "pipeline": {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "balance": "flops", "split_size": 8},
-    "pipeline-1f1b": {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "balance": "flops",
-                      "micro_batches": 4, "pipeline_schedule": "1f1b"},
     "tokens": {"model": "tokens"},
     "kept-tokens": {"model": "tokens", "is_kept": True},
 }  # fmt: skip

@@ -21,10 +21,13 @@ USUAL = {(BACKENDS[0], 1): ("plain",)}
 
 
 def is_there(backend, count, case):
-    """Not each choice is there on each backend; weights in parts need several devices."""
-    if case == "together":
-        return count > 1 and backend != "tensorflow"
-    return case != "accumulate" or backend != "tensorflow" or count == 1
+    """Not each choice is there on each backend; what is shared needs several devices."""
+    in_parts = count > 1 and backend != "tensorflow"
+    where = {
+        "optimizer": in_parts, "weights": in_parts,
+        "together": in_parts, "pipeline": (backend, count) == ("torch", 2), "tensor": (backend, count) == ("jax", 2),
+    }  # fmt: skip
+    return where.get(case, True)
 
 
 WAYS = [way for way in itertools.product(BACKENDS, (1, 2, 4), finetune.CASES) if is_there(*way)]

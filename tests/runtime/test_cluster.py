@@ -147,7 +147,7 @@ def test_hosts_that_differ_are_named():
 
 def test_what_is_a_hosts_own_is_not_compared():
     own = {name for name, choice in choices_of(Config).items() if choice.of_host}
-    assert own == {"data_dir", "workdir", "checkpoint_dir", "verbose", "tracker", "profile", "resume"}
+    assert own == {"data_dir", "workdir", "checkpoint_dir", "verbose", "tracker", "resume"}
     given = []
     processes = Two({})
     processes.all_gather_object = lambda value: given.append(value) or [value]

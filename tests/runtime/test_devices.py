@@ -87,7 +87,6 @@ def keras_with(name):
     ("changes", "words"),
     [
         ({"accumulate": 9, "batch_size": 16}, "--accumulate: expected at most 8, a device's samples. Received: 9"),
-        ({"accumulate": 2, "backend": "tensorflow"}, "--accumulate: expected --gpus=1"),
     ],
 )
 def test_a_choice_that_does_not_fit_the_devices_that_are_found(changes, words):

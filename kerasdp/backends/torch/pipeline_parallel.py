@@ -185,7 +185,7 @@ class Pipeline:
         self.model.zero_grad()
         self._run(batch, training=True)
         step = self.step
-        weights = [weight for stage in self.stages.values() for weight in stage.model.trainable_variables]
+        weights = self.stage.model.trainable_variables
         self._all_reduce_gradients([weight.value for weight in weights])
         penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
         of_weights = weight_penalties(self.stage.model)
