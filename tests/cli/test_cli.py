@@ -100,7 +100,7 @@ def test_help_names_the_flags_of_the_recipe_in_groups(name, capsys):
 def test_help_is_short_where_a_recipe_takes_little(capsys):
     text, listed = help_of("predict", capsys)
     assert {"checkpoint", "dataset", "output", "gpus"} <= set(listed)
-    assert not {"epochs", "optimizer", "hosts", "trials", "backends"} & set(listed)
+    assert not {"epochs", "optimizer", "trials", "backends"} & set(listed)
     assert text.count("\n") < help_of("train", capsys)[0].count("\n") / 2
 
 
@@ -137,10 +137,10 @@ def test_the_flags_are_these():
     assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
         "accumulate", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
         "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
-        "checkpoint_weights", "compile", "coordinator", "cut_at", "data_dir", "data_on_device",
+        "checkpoint_weights", "compile", "cut_at", "data_dir", "data_on_device",
         "dataset", "deterministic", "device", "device_counts", "devices", "early_stopping",
         "ema", "epochs", "export", "fine_tuning_rate", "gpus", "gradient_precision", "hang_timeout",
-        "head_epochs", "host_rank", "hosts", "interface", "keep", "kernel_initializer", "label_smoothing",
+        "head_epochs", "keep", "kernel_initializer", "label_smoothing",
         "learning_rate", "log_every", "lora_rank", "lr_base_batch", "max_restarts", "max_steps",
         "micro_batches", "model", "optimizer", "other_python", "output", "pipeline_schedule", "precision",
         "preset", "profile", "remat", "repetitions", "resume", "schedule", "seed", "shard", "size",

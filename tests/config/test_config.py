@@ -169,7 +169,7 @@ def test_switches_are_those_that_messages_know():
 def test_where_a_choice_is_there(choice):
     """Its backends take it; the others say in a line that it is there for those only, and help says so, too."""
     only = next(only for only in choice.only if only.backends)
-    value = only.value or {"compile": "on", "shard": "weights", "hosts": "2"}[choice.name]
+    value = only.value or {"compile": "on", "shard": "weights"}[choice.name]
     more = {"strategy": "pipeline"} if choice.name == "pipeline_schedule" else {}
     for backend in validation.BACKENDS:
         if backend in only.backends:

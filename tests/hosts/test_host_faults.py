@@ -24,7 +24,7 @@ pytestmark = [
 SETTINGS = {"epochs": 400, "checkpoint_every": "20", "max_steps": 900, "log_every": 1, "hang_timeout": 20}
 # What a host says that has lost the other one: of torch's Gloo, of torchrun, of jax, of the kit.
 WORDS = re.compile(
-    r"^error: .*|.*stopped sending heartbeats.*"
+    r"^error: .*|^\w+Error: .*|.*stopped sending heartbeats.*|.*Terminating process because.*"
     r"|.*[Cc]onnection (?:reset|closed|refused).*|.*RendezvousConnectionError.*"
     r"|.*Failed to send RPC.*|.*exitcode +: .*|^Timeout .*",
     re.MULTILINE,
@@ -62,7 +62,10 @@ def end_of(process, host, seconds, begin):
 @pytest.mark.parametrize("fault", ["killed", "cable out"])
 @pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_lost_host_ends_the_others(backend, fault, victim, tmp_path):
-    """In seconds if its processes are killed, or on jax; without its network on torch after --hang_timeout."""
+    """In seconds if its processes are killed, or on jax; without its network on torch after --hang_timeout.
+
+    On torch, where the first host is without network, torchrun itself then waits some minutes for the store there.
+    """
     with netns.network(2) as hosts:
         processes = on_hosts(hosts, devices=1, backend=backend, workdir=str(tmp_path / "cut"), **SETTINGS)
         wait_for_checkpoint(tmp_path / "cut", processes)
@@ -71,14 +74,14 @@ def test_a_lost_host_ends_the_others(backend, fault, victim, tmp_path):
             kill_all(hosts[victim])
         else:
             hosts[victim].set_cable(False)
-        code, said, seconds = end_of(processes[1 - victim], hosts[1 - victim], 120, begin)
+        code, said, seconds = end_of(processes[1 - victim], hosts[1 - victim], 300, begin)
         told = list(dict.fromkeys(line.strip()[:200] for line in WORDS.findall(said)))
         print(f"\n{backend}, host {victim} {fault}: the other one ends after {seconds:.1f} s, exit code {code}:")
         print("\n".join(f"    {line}" for line in told[:6]))
         kill_all(hosts[victim])
         processes[victim].communicate()
         assert code and told, said[-3000:]
-        assert seconds < (30 if fault == "killed" or backend == "jax" else 90)
+        assert seconds < (30 if fault == "killed" or backend == "jax" else 60 if victim else 300)
         if victim == 0 and fault == "cable out":
             resume(backend, hosts, tmp_path)
 
