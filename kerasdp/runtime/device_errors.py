@@ -2,7 +2,7 @@
 
 import re
 
-from kerasdp.errors import DeviceError
+from kerasdp.errors import DeviceError, WorkerError
 
 _MEMORY = (
     "a device has too little memory ({line}); these train the same: --accumulate=2 (or more), --remat=blocks, and with "
@@ -27,6 +27,14 @@ _KNOWN = (
     (r"CUDA error|CUDA_ERROR_\w+|cuDNN error|CUDNN_STATUS_\w+|CUBLAS_STATUS_\w+", _CUDA),
 )
 _FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow"}
+
+
+def lost_process(error: BaseException) -> WorkerError | None:
+    """Returns, of an error of Gloo, the line that another process has gone; None: it is another error."""
+    found = re.search(r"gloo/\S+:\d+\] (.*?)(?:\. |$)", str(error), re.MULTILINE)
+    if found is None:
+        return None
+    return WorkerError(f"another process of the run has gone ({found[1]}); its own output says why")
 
 
 def explained(error: Exception) -> DeviceError | None:

@@ -13,10 +13,15 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "recipes"))
 
 import ray
+import ray.cloudpickle
 import ray_train
+import train
 from ray.cluster_utils import Cluster
 
 import kerasdp
+
+for module in (ray_train, train):  # which the workers cannot import
+    ray.cloudpickle.register_pickle_by_value(module)
 
 
 def main():

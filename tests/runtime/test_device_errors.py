@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from kerasdp.runtime.device_errors import explained
+from kerasdp.runtime.device_errors import explained, lost_process
 from tests.helpers import BACKENDS
 
 TEXTS = [
@@ -72,3 +72,24 @@ def test_of_tensorflow():
 )
 def test_what_no_device_has_said_stays_as_it_is(error):
     assert explained(error) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[/__w/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:501. "
+            "This is typically caused by a remote worker crashing.",
+            "Connection closed by peer [10.0.0.2]:501",
+        ),
+        (
+            "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error "
+            "[10.77.0.2]:6363: Connection reset by peer",
+            "Read error [10.77.0.2]:6363: Connection reset by peer",
+        ),
+    ],
+)
+def test_a_process_that_has_gone_is_a_line(text, said):
+    found = lost_process(RuntimeError(text))
+    assert str(found) == f"another process of the run has gone ({said}); its own output says why"
+    assert lost_process(RuntimeError("Expected all tensors to be on the same device")) is None

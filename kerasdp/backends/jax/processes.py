@@ -25,6 +25,7 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.errors import PreemptedError, UserError, WorkerError
 from kerasdp.runtime import outcome
 from kerasdp.runtime.cluster import Cluster, Environment, number_in, require_same
+from kerasdp.runtime.device_errors import lost_process
 
 T = TypeVar("T")
 
@@ -110,7 +111,10 @@ def failing_together(cluster: Cluster | None) -> Iterator[None]:
     except BaseException as error:
         is_end = isinstance(error, SystemExit) and not error.code
         if cluster is not None and not is_end and not isinstance(error, PreemptedError | KeyboardInterrupt):
-            _announce(error)
+            lost = lost_process(error)
+            _announce(lost or error)
+            if lost is not None:
+                raise lost from error
         raise
 
 
@@ -190,8 +194,10 @@ class JaxProcesses:
         """Gives a value to all; returns the number of the round."""
         current, self._rounds[kind] = self._rounds[kind], self._rounds[kind] + 1
         private.key_values().key_value_set_bytes(f"{self._name}/{kind}/{current}/{self.rank}", pickle.dumps(value))
-        if current > 2:  # all have taken what is so old, or could not have given what this process took
-            private.key_values().key_value_delete(f"{self._name}/{kind}/{current - 3}/{self.rank}")
+        # Where it is delayed, the last call has taken what is two rounds old. So the others had come to that round, and
+        # had taken what is four rounds old.
+        if current > 3:
+            private.key_values().key_value_delete(f"{self._name}/{kind}/{current - 4}/{self.rank}")
         return current
 
     def _take(self, kind: str, number: int) -> list[Any]:

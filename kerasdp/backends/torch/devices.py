@@ -25,6 +25,7 @@ from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome
 from kerasdp.runtime.cluster import Cluster, number_in, require_same
+from kerasdp.runtime.device_errors import lost_process
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
 from kerasdp.runtime.hardware import is_too_old_for
 from kerasdp.runtime.ranks import Processes
@@ -288,7 +289,7 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
         RunError: the error of the first worker that failed. All others are ended first.
     """
     if devices.cluster is not None:
-        return record(worker)(devices, settings, train)  # so that torchrun shows the first error of all ranks
+        return _started_rank(worker, devices, settings, train)
     num_local = devices.count
     if num_local == 1:
         return worker(devices, settings, train)
@@ -311,6 +312,17 @@ _OF_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 def num_threads(num_local: int) -> int:
     """Returns how many threads each of so many processes of this machine has."""
     return max(1, (os.cpu_count() or 1) // num_local)
+
+
+@record  # so that torchrun shows the first error of all ranks
+def _started_rank(worker: Callable[..., Any], *args: Any) -> Any:
+    """Runs in the process of a rank that torchrun has started, or that is told like one where it is."""
+    try:
+        return worker(*args)
+    except Exception as error:
+        if (lost := lost_process(error)) is None:
+            raise
+        raise lost from error
 
 
 def _rank(worker: Callable[..., Any], *args: Any) -> Any:
