@@ -66,21 +66,20 @@ def train(num_micro_batches: int, runner: "kerasdp.Runner") -> float:
 
 
 def main() -> None:
-    """Prints a line for each schedule and number of micro-batches."""
-    for schedule in ("gpipe", "1f1b"):
-        for num_micro_batches in (2, 4, 8):
-            settings = kerasdp.Config(
-                backend="torch", device="cpu", strategy="pipeline", cut_at="first", num_devices=NUM_STAGES,
-                pipeline_schedule=schedule, split_size=1, verbose=0,
-            )  # fmt: skip
-            work = functools.partial(train, num_micro_batches)
-            seconds = call_in_new_process(kerasdp.launch, work, settings, name="torch")
-            best = 2 * SECONDS * (num_micro_batches + NUM_STAGES - 1)
-            print(
-                f"{schedule:6} {num_micro_batches} micro-batches: {seconds:.3f} s a step, "
-                f"{seconds / best:.2f} x the best possible {best:.1f} s",
-                flush=True,
-            )
+    """Prints a line for each number of micro-batches."""
+    for num_micro_batches in (2, 4, 8):
+        settings = kerasdp.Config(
+            backend="torch", device="cpu", strategy="pipeline", cut_at="first", num_devices=NUM_STAGES,
+            split_size=1, verbose=0,
+        )  # fmt: skip
+        work = functools.partial(train, num_micro_batches)
+        seconds = call_in_new_process(kerasdp.launch, work, settings, name="torch")
+        best = 2 * SECONDS * (num_micro_batches + NUM_STAGES - 1)
+        print(
+            f"{num_micro_batches} micro-batches: {seconds:.3f} s a step, "
+            f"{seconds / best:.2f} x the best possible {best:.1f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

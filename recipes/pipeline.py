@@ -53,12 +53,12 @@ def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Co
     """Returns the settings of each way to train, by its name."""
     # With a limit for steps that hang, each is a process of its own: what one leaves in memory slows no other.
     config = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", hang_timeout=3600.0)
-    whole = {"strategy": "data", "num_devices": 1, "cut_at": None, "pipeline_schedule": "gpipe"}
+    whole = {"strategy": "data", "num_devices": 1, "cut_at": None}
     cut = config if config.cut_at else dataclasses.replace(config, num_devices=config.num_devices or 2)
     cut = cut.with_devices_for_stages()
     size = cut.replica_batch_size(cut.num_replicas(cut.num_devices or 2))
     found = {"single device": dataclasses.replace(config, **whole)}
-    found["layer split"] = dataclasses.replace(cut, split_size=size, pipeline_schedule="gpipe")
+    found["layer split"] = dataclasses.replace(cut, split_size=size)
     sizes = [size for size in split_sizes if size <= config.batch_size]
     return found | {f"pipelined, split size {size}": dataclasses.replace(cut, split_size=size) for size in sizes}
 

@@ -100,8 +100,6 @@ class Config:
         "Layers after which to cut a model into stages, comma-separated.",
         "a stage a device, with equal shares of the weights")
     split_size: int | None = choice(None, CUT, COUNT, "Samples per micro-batch.", "two micro-batches a stage")
-    pipeline_schedule: str = choice("gpipe", CUT, one_of("gpipe", "1f1b"),
-        "gpipe: all forward passes first; 1f1b: backward passes as soon as possible.")
 
     model: str = choice("lenet", DATA, NAME,
         f"{', '.join(MODELS)}, or your own: path/to/file.py:function or package.module:function, called as "

@@ -1,4 +1,4 @@
-"""Plans a pipeline: how model and batch are cut, the schedule, and what is refused."""
+"""Plans a pipeline: how model and batch are cut, and what is refused."""
 
 import dataclasses
 from typing import Any
@@ -43,18 +43,21 @@ class MicroBatches:
         """Returns the share of the batch's rows that one of them has."""
         return self.num_rows_of(number) / self.num_rows
 
-    def shares(self, model: keras.Model, *, is_weighted: bool) -> list[float]:
-        """Returns the weight of each micro-batch's loss in that of the global batch.
+    def shares(self, model: keras.Model, *, is_weighted: bool) -> list[float] | None:
+        """Returns the weight of each micro-batch's loss in the loss of the global batch.
 
         Args:
             model: compiled, and its losses built.
             is_weighted: whether the samples have weights.
 
-        Raises:
-            UserError: if the loss of the global batch is not a sum over the micro-batches.
+        Returns:
+            None if the loss of the global batch is no sum over the micro-batches.
         """
         counts = [self.num_rows_of(number) for number in range(len(self))]
-        return shares_of(model, counts, is_weighted=is_weighted, instead="use --pipeline_schedule=gpipe")
+        try:
+            return shares_of(model, counts, is_weighted=is_weighted, instead="")
+        except UserError:
+            return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,14 +69,12 @@ class Plan:
         stages: of the model.
         size: rows of a micro-batch, over all pipelines.
         num_pipelines: that share a micro-batch.
-        schedule: as `pipeline_schedule` of `kerasdp.Config`.
     """
 
     model: keras.Model
     stages: list[Stage]
     size: int
     num_pipelines: int
-    schedule: str
 
     def micro_batches(self, num_rows: int) -> MicroBatches:
         """Of a global batch of `num_rows` rows."""
@@ -93,19 +94,12 @@ class Plan:
         packed = keras.tree.pack_sequence_as(outputs_structure(self.model), outputs)
         return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed  # as Keras does
 
-    def schedule_for(self, num_micro_batches: int) -> str:
-        """Returns the schedule, or `"gpipe"` for a smaller last batch, which may have too few micro-batches for it.
-
-        The two compute the same, and differ in the memory that they need.
-        """
-        return self.schedule if num_micro_batches >= len(self.stages) else "gpipe"
-
     def __str__(self) -> str:
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
         lines = [
             table(self.stages),
             imbalance(self.stages),
-            f"micro-batches of {self.size}{pipelines}, {self.schedule}",
+            f"micro-batches of {self.size}{pipelines}",
         ]
         return "\n".join(filter(None, lines))
 
@@ -125,7 +119,7 @@ def make_plan(model: keras.Model, config: Config, num_devices: int) -> Plan:
     refuse_next_values(model, "a pipeline", "use --strategy=data")
     num_stages, num_pipelines = config.stages_on(num_devices), config.num_pipelines(num_devices)
     size = config.micro_batch_size(num_stages, num_pipelines)
-    _check_sizes(config, num_stages, num_pipelines, size)
+    _check_sizes(config, num_pipelines)
     inner = inner_optimizer(getattr(model, "optimizer", None))
     if inner and inner.global_clipnorm and inner.gradient_accumulation_steps:
         raise UserError(
@@ -141,7 +135,6 @@ def make_plan(model: keras.Model, config: Config, num_devices: int) -> Plan:
         stages=stages,
         size=size * num_pipelines,
         num_pipelines=num_pipelines,
-        schedule=config.pipeline_schedule,
     )
 
 
@@ -154,21 +147,15 @@ def with_rows(plan: Plan, config: Config, num_rows: int) -> Plan:
     config = dataclasses.replace(config, num_devices=None, batch_size=num_rows)
     config.check_replicas(plan.num_pipelines)
     size = config.micro_batch_size(len(plan.stages), plan.num_pipelines)
-    _check_sizes(config, len(plan.stages), plan.num_pipelines, size)
+    _check_sizes(config, plan.num_pipelines)
     return dataclasses.replace(plan, size=size * plan.num_pipelines)
 
 
-def _check_sizes(config: Config, num_stages: int, num_pipelines: int, size: int) -> None:
+def _check_sizes(config: Config, num_pipelines: int) -> None:
     """Raises `UserError` if the batch cannot be cut as asked."""
     rows = config.replica_batch_size(num_pipelines)
-    count = -(-rows // size)
     if config.split_size is not None and config.split_size > rows:
         raise UserError(f"--split_size: expected at most {rows}, a pipeline's samples. Received: {config.split_size}")
-    if config.pipeline_schedule != "gpipe" and count < num_stages:
-        raise UserError(
-            f"--pipeline_schedule={config.pipeline_schedule}: expected at least {num_stages} micro-batches, one per "
-            f"stage. Received: {count}; give a smaller --split_size, or use gpipe"
-        )
 
 
 def _check(model: keras.Model) -> None:

@@ -84,7 +84,7 @@ def test_copies_have_a_stream_of_their_own(quick):
     assert quick["streams"] == {"threads": ["reading"], "awaited": [0, num_batches], "kept": [2 * num_batches - 20, 0]}
 
 
-STAGES = {"strategy": "pipeline", "pipeline_schedule": "1f1b", "split_size": 2}
+STAGES = {"strategy": "pipeline", "split_size": 2}
 
 
 def test_no_step_of_a_pipeline_waits():

@@ -41,6 +41,11 @@ def test_gradients_are_averaged(results, case):
     assert (found["exchanges"] > 1) == (case == "many buckets")
 
 
+def test_nothing_is_taken_from_a_program_that_does_not_know_the_key(results):
+    size, text = results["keys"]
+    assert size == 2 and text.startswith("another program has connected to rank ")
+
+
 def test_any_rank_is_asked_without_a_gpu(results):
     """Between the hosts, where ranks have GPUs that these do not have."""
     assert results["asked"] == [False, True, True]

@@ -47,7 +47,6 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "strategy": Differs("pipeline", backends=_ON_TORCH),
     "cut_at": Differs("flatten", _PIPELINE | {"cut_at": "dense1"}, _ON_TORCH),
     "split_size": Differs(8, _PIPELINE | {"split_size": 16}, _ON_TORCH),
-    "pipeline_schedule": Differs("1f1b", _PIPELINE, _ON_TORCH),
     "model": Differs("lenet"),
     "dataset": Differs("synthetic(shape=(8,8,1), num_classes=10)"),
     "data_dir": Free("{folder}/data"),

@@ -8,6 +8,7 @@ from keras import layers
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.pipeline.plan import MicroBatches, make_plan, with_rows
+from kerasdp.portability.reduction import shares_of
 from tests.pipeline.models import net
 
 
@@ -86,9 +87,9 @@ def loss_of(reduction):
     ],
 )
 def test_a_loss_that_needs_the_whole_batch(make, is_weighted, words):
-    with pytest.raises(UserError, match=words) as caught:
-        UNEVEN.shares(make(), is_weighted=is_weighted)
-    assert "; use --pipeline_schedule=gpipe" in str(caught.value)
+    assert UNEVEN.shares(make(), is_weighted=is_weighted) is None
+    with pytest.raises(UserError, match=f"{words}.*; leave it out"):
+        shares_of(make(), [4, 4, 2], is_weighted=is_weighted, instead="leave it out")
 
 
 def tuned(num_rows, **choices):
@@ -98,24 +99,11 @@ def tuned(num_rows, **choices):
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(16, 4), (61, 16), (64, 16), (256, 64)])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size, schedule):
-    made = tuned(num_rows, pipeline_schedule=schedule)
+def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size):
+    made = tuned(num_rows)
     assert (made.size, len(made.micro_batches(num_rows))) == (size, 4)
-    assert made.schedule_for(len(made.micro_batches(num_rows))) == schedule
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "choices", "words"),
-    [
-        (8, {"split_size": 16}, "--split_size: expected at most 8, a pipeline's samples. Received: 16"),
-        (
-            16,
-            {"split_size": 16, "pipeline_schedule": "1f1b"},
-            "--pipeline_schedule=1f1b: expected at least 2 micro-batches, one per",
-        ),
-    ],
-)
-def test_batches_that_cannot_be_cut_as_asked(num_rows, choices, words):
-    with pytest.raises(UserError, match=words):
-        tuned(num_rows, **choices)
+def test_batches_that_cannot_be_cut_as_asked():
+    with pytest.raises(UserError, match="--split_size: expected at most 8, a pipeline's samples. Received: 16"):
+        tuned(8, split_size=16)

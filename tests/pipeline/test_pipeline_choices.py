@@ -13,7 +13,6 @@ def pipeline(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"pipeline_schedule": "zigzag"}, "--pipeline_schedule: expected one of gpipe, 1f1b. Received: 'zigzag'"),
         ({"split_size": 0}, "--split_size: expected a whole number of at least 1. Received: 0"),
         ({"split_size": "4"}, "--split_size: expected a whole number of at least 1. Received: '4'"),
         (
@@ -39,7 +38,7 @@ def test_a_wrong_choice_is_one_line(changes, words):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"backend": "torch", "pipeline_schedule": "1f1b"},
+        {"backend": "torch"},
         {},  # which backend is to be is not known yet
         {"split_size": 4},
         {"num_devices": 4, "cut_at": "a", "batch_size": 2},
@@ -50,7 +49,7 @@ def test_a_right_one_is_taken(changes):
 
 
 @pytest.mark.parametrize("strategy", ["data", "tensor"])
-@pytest.mark.parametrize("changes", [{"cut_at": "a"}, {"split_size": 4}, {"pipeline_schedule": "1f1b"}])
+@pytest.mark.parametrize("changes", [{"cut_at": "a"}, {"split_size": 4}])
 def test_a_flag_without_effect_is_refused(strategy, changes):
     (flag,) = changes
     with pytest.raises(UserError, match="have an effect only with --strategy=pipeline") as caught:

@@ -26,8 +26,8 @@ def pipelines(cases):
     return [results[place] for place in range(len(cases))]
 
 
-def cut(num_stages, schedule="gpipe", split_size=4, **case):
-    fields = {"num_devices": num_stages, "pipeline_schedule": schedule, "strategy": "pipeline"}
+def cut(num_stages, split_size=4, **case):
+    fields = {"num_devices": num_stages, "strategy": "pipeline"}
     return fields | {"split_size": split_size} | case
 
 
@@ -36,8 +36,7 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(rule):
     """Four steps (two epochs) of a residual net with batch norm: a plain loop, one stage, several."""
     case = {"net": "norms", "rule": rule}
     plain, whole, *others = pipelines([
-        case | {"by_hand": True, "num_devices": 1}, cut(1, **case), cut(2 + (rule == "adam"), "1f1b", **case),
-        *([] if rule == "sgd" else [cut(2, "gpipe", **case)]),  # each starts processes
+        case | {"by_hand": True, "num_devices": 1}, cut(1, **case), cut(2 + (rule == "adam"), **case),
     ])  # fmt: skip
     for received in others:
         assert received == plain == whole
@@ -62,8 +61,8 @@ def test_without_batch_norm_it_is_the_whole_model():
 def test_in_float64_nothing_but_the_last_bits_differs(rule):
     """With shares of a batch, thirds and twelfths, that float32 rounds; norm and penalties are summed over stages."""
     case = {"net": "random", "rule": rule, "precision": "float64", "batch_size": 12}
-    cases = [cut(2, "1f1b", 3, **case | {"num_devices": 4, "cut_at": CUT}), cut(3, "1f1b", 4, **case)]
-    cases.append(cut(2, "gpipe", 5, **case))
+    cases = [cut(2, 3, **case | {"num_devices": 4, "cut_at": CUT}), cut(3, 4, **case)]
+    cases.append(cut(2, 12, **case))
     *results, whole = pipelines([*cases, case | {"num_devices": 1}])
     for received, name in zip(results, map(str, cases), strict=True):
         np.testing.assert_allclose(received["losses"], whole["losses"], rtol=1e-13, err_msg=name)
@@ -74,7 +73,7 @@ def test_in_float64_nothing_but_the_last_bits_differs(rule):
 @pytest.mark.proof
 def test_two_pipelines_see_twice_the_micro_batch():
     case = {"net": "norms", "rule": "sgd", "cut_at": "conv2d_3"}
-    one, two = pipelines([cut(4, "1f1b", 4, **case), cut(2, "1f1b", 8, **case)])
+    one, two = pipelines([cut(4, 4, **case), cut(2, 8, **case)])
     np.testing.assert_allclose(one["losses"], two["losses"], rtol=1e-6)
     for own, other in zip(one["weights"], two["weights"], strict=True):
         np.testing.assert_allclose(own, other, atol=1e-6)

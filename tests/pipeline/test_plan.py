@@ -46,22 +46,16 @@ def plan(model, num_devices=2, **choices):
 def test_a_plan():
     made = plan(net(), 4, cut_at="layer1", batch_size=61, split_size=5)
     assert [stage.layers for stage in made.stages] == [["layer0", "layer1"], ["layer2", "layer3"]]
-    assert (made.num_pipelines, made.size, made.schedule) == (2, 10, "gpipe")
+    assert (made.num_pipelines, made.size) == (2, 10)
     assert len(made.micro_batches(61)) == 7
-    assert str(made).endswith("micro-batches of 10 in 2 pipelines, gpipe")
-    assert str(plan(net(), split_size=5)).endswith("micro-batches of 5, gpipe")
+    assert str(made).endswith("micro-batches of 10 in 2 pipelines")
+    assert str(plan(net(), split_size=5)).endswith("micro-batches of 5")
 
 
 def test_where_it_is_cut():
     made = plan(net(), 3, cut_at="layer0, layer2")
     assert [stage.layers[-1] for stage in made.stages] == ["layer0", "layer2", "layer3"]
     assert plan(net(), batch_size=64).size == 16  # two a stage
-
-
-def test_a_rest_of_few_rows():
-    """Torch's other schedules need as many micro-batches as stages."""
-    made = plan(net(), pipeline_schedule="1f1b")
-    assert [made.schedule_for(count) for count in (1, 2, 3)] == ["gpipe", "1f1b", "1f1b"]
 
 
 class OwnTrainStep(keras.Model):

@@ -7,8 +7,7 @@ from keras import losses, ops
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import output_losses
-from kerasdp.pipeline.plan import MicroBatches
-from kerasdp.portability.reduction import Reduction, reduction_of, try_losses
+from kerasdp.portability.reduction import Reduction, reduction_of, shares_of, try_losses
 
 ROWS = 12
 CLASSES = np.arange(ROWS) % 4
@@ -89,11 +88,18 @@ def compiled(loss, targets, tried=True):
     return model
 
 
+def shares(model, parts=(slice(0, 6), slice(6, 12)), is_weighted=False):
+    counts = [part.stop - part.start for part in parts]
+    return shares_of(model, counts, is_weighted=is_weighted, instead="leave it out")
+
+
+PARTS = (slice(0, 5), slice(5, 10), slice(10, ROWS))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_found(name):
     loss, targets, expected = CASES[name]
     model = compiled(loss, targets)
-    parts = MicroBatches(num_rows=ROWS, size=5)
     (made,) = output_losses(model)
     assert reduction_of(made) is expected
 
@@ -103,16 +109,15 @@ def test_what_is_found(name):
         )
 
     if expected in (Reduction.BY_ROWS, Reduction.MEAN):
-        shares = parts.shares(model, is_weighted=False)
-        total = np.dot(shares, [value(parts.rows(number)) for number in range(3)])
+        total = np.dot(shares(model, PARTS), [value(part) for part in PARTS])
         assert total == pytest.approx(value(slice(None)), rel=1e-6)
     else:
-        with pytest.raises(UserError, match="use --pipeline_schedule=gpipe") as caught:
-            parts.shares(model, is_weighted=False)
+        with pytest.raises(UserError, match="leave it out") as caught:
+            shares(model)
         assert "\n" not in str(caught.value)
     if expected is Reduction.MEAN:
         with pytest.raises(UserError, match="expected a value for each sample"):
-            parts.shares(model, is_weighted=True)
+            shares(model, is_weighted=True)
 
 
 def test_ctc():
@@ -122,16 +127,16 @@ def test_ctc():
     targets, outputs = np.random.RandomState(0).randint(1, 6, (ROWS, 4)), np.ones((ROWS, 12, 6), "float32")
     model.compute_loss(None, ops.convert_to_tensor(targets), ops.convert_to_tensor(outputs))
     try_losses(model, targets, model.output)
-    assert MicroBatches(num_rows=ROWS, size=6).shares(model, is_weighted=False) == [0.5, 0.5]
+    assert shares(model) == [0.5, 0.5]
 
 
 def test_what_was_not_tried_is_refused():
     with pytest.raises(UserError, match="expected a value for each sample"):
-        MicroBatches(num_rows=ROWS, size=6).shares(compiled(per_row, ONE_HOT, tried=False), is_weighted=False)
+        shares(compiled(per_row, ONE_HOT, tried=False))
 
 
 def test_the_mean_of_what_is_left_is_no_sum_over_micro_batches():
     """Each has another number of samples that count."""
     model = compiled(losses.SparseCategoricalCrossentropy(ignore_class=0), CLASSES)
-    with pytest.raises(UserError, match="needs the whole batch at once; use --pipeline_schedule=gpipe"):
-        MicroBatches(num_rows=ROWS, size=6).shares(model, is_weighted=False)
+    with pytest.raises(UserError, match="needs the whole batch at once; leave it out"):
+        shares(model)

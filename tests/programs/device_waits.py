@@ -149,7 +149,7 @@ def one_case(case, x, y, runner):
     losses, found, waited = [], {}, cuda_on_cpu.Event.num_waited
     size = {"batch_size": NUM_ROWS}
     calls = {"fit": lambda rows: losses.append(runner.fit(model, x[:rows], y[:rows], **size).history["loss"][0])}
-    if case == "sgd" and runner.config.pipeline_schedule == "gpipe":
+    if case == "sgd":
         calls["evaluate"] = lambda rows: runner.evaluate(model, x[:rows], y[:rows], **size)
         calls["predict"] = lambda rows: runner.predict(model, x[:rows], **size)
     for name, call in calls.items():

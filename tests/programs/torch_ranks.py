@@ -39,11 +39,22 @@ def exchange(runner):
         "buckets": buckets,
         "scattered": scattered,
         "asked": asked(runner.strategy.processes),
+        "keys": [joined_with(key) for key in (b"known", b"of rank %d" % rank)],
     }
     found["statistics"] = [trained(runner, has_own) for has_own in (False, True)]
     # Inductor reads it when it is imported, which it may have been before: by the server of these tests.
     found["processes that compile"] = int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
     return runner.strategy.processes.all_gather_object(found)
+
+
+def joined_with(key):
+    """What a rank says of the others, with a key that all know, or that is its own."""
+    from kerasdp.backends.torch.processes import GlooProcesses
+
+    try:
+        return GlooProcesses(key).num_processes
+    except kerasdp.RunError as error:
+        return str(error)
 
 
 def asked(processes):
@@ -141,6 +152,7 @@ def averaged(rank, bucket_bytes, is_shared):
     strategy = types.SimpleNamespace(num_replicas=2)
     leaves = {id(weight): weight for weight in weights}
     buckets = compiled_step.GradientBuckets(strategy, leaves, set(leaves))
+    buckets.take_as_they_come()
     x = torch.tensor([1.0, 2.0, 4.0]) * (1 + 2 * rank)
     loss = (weights[0] * x).sum() + (weights[1] * x).sum() * 2 + weights[2].sum() * x[0]
     own = torch.autograd.grad(loss, weights, allow_unused=True)

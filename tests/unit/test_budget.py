@@ -11,7 +11,7 @@ from tests.helpers import ROOT
 
 # After a change that takes something out, write the new number. One that raises a number names its reason in the same
 # commit, and in a comment here.
-CHOICES = 35
+CHOICES = 34
 PUBLIC_NAMES = 29
 LINES_OF_CODE = 18959
 

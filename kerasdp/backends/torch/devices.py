@@ -3,6 +3,7 @@
 import collections
 import hashlib
 import os
+import secrets
 import socket
 import sys
 import warnings
@@ -138,14 +139,19 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
         processes = GlooProcesses()
         require_same(processes, config)
         return processes
+    key = None
     if not is_joined:
         for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
             os.environ[f"{library}_SOCKET_IFNAME"] = _loopback()
+        store, rank = _open_store(devices.count), int(os.environ["RANK"])
         dist.init_process_group(
             "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None,
-            store=_open_store(devices.count), rank=int(os.environ["RANK"]), world_size=devices.count,
+            store=store, rank=rank, world_size=devices.count,
         )  # fmt: skip
-    processes = GlooProcesses()
+        if rank == 0:
+            store.set("key", secrets.token_hex())
+        key = store.get("key")
+    processes = GlooProcesses(key)
     if not is_gpu and not is_joined:
         collectives.connect_sockets(processes)
     return processes

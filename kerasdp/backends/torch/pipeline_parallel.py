@@ -157,7 +157,7 @@ class Pipeline:
         for variable in [*self.variables_of(self.number), *self.shared, *model.metrics_variables]:
             variable.value.data = variable.value.data.to(strategy.device)
         self.step: PipelineStep
-        self._schedules: dict[tuple[int, int, bool], Any] = {}
+        self._schedules: dict[tuple[int, int, bool, bool], Any] = {}
 
     def _made_by_compile(self) -> tuple[Any, ...]:
         from kerasdp.keras_compat.models import made_by_compile
@@ -217,7 +217,7 @@ class Pipeline:
     def _run(self, batch: DeviceBatch, training: bool) -> None:
         micro_batches = self.plan.micro_batches(len(batch.indices))
         self.step = PipelineStep(self, batch, micro_batches, training)
-        schedule = self._schedule(len(micro_batches), training)
+        schedule = self._schedule(len(micro_batches))
         inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.number == 0 else []
         target = torch.arange(len(micro_batches)) if training and self.has_last else None
         schedule.step(*inputs, target=target, return_outputs=False)
@@ -232,26 +232,23 @@ class Pipeline:
         rows = rows.flatten().clamp(max=micro_batches.num_rows - 1)
         return [leaf[rows] for leaf in inputs]
 
-    def _schedule(self, num_micro_batches: int, training: bool) -> Any:
-        """Returns torch's schedule for this number of micro-batches; its buffers have a fixed size."""
-        key = self.size, num_micro_batches, training
-        if key in self._schedules:
-            return self._schedules[key]
-        name = self.plan.schedule_for(num_micro_batches) if training else "gpipe"
-        kind = pipelining.ScheduleGPipe if name == "gpipe" else pipelining.Schedule1F1B
-        schedule: Any = kind(
-            self.stage.stage(),
-            n_microbatches=num_micro_batches,
-            loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number[0]))) if training else None,
-            scale_grads=False,
-        )
-        schedule.is_whole = name == "gpipe"
-        self._schedules[key] = schedule
-        return schedule
+    def _schedule(self, num_micro_batches: int) -> Any:
+        """Returns torch's schedule for this number of micro-batches; its buffers have a fixed size.
 
-    def is_whole(self, num_micro_batches: int) -> bool:
-        """Returns whether all outputs exist before the first gradient is needed, so that any loss can be computed."""
-        return self._schedule(num_micro_batches, True).is_whole
+        Backward passes begin as soon as possible (1F1B), which keeps fewer micro-batches in memory. Where the loss
+        needs all outputs, or there are fewer micro-batches than stages, all forward passes come first (GPipe).
+        """
+        training, is_whole = self.step.training, self.step.shares is None
+        key = self.size, num_micro_batches, training, is_whole
+        if key not in self._schedules:
+            kind = pipelining.ScheduleGPipe if is_whole else pipelining.Schedule1F1B
+            self._schedules[key] = kind(
+                self.stage.stage(),
+                n_microbatches=num_micro_batches,
+                loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number[0]))) if training else None,
+                scale_grads=False,
+            )
+        return self._schedules[key]
 
     def _all_reduce_gradients(self, weights: list[torch.Tensor]) -> None:
         """Sums the gradients over the pipelines."""

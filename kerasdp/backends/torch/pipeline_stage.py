@@ -25,7 +25,9 @@ class PipelineStep:
         self._outputs: dict[int, list[torch.Tensor]] = {}
         self._gathered: dict[int, list[torch.Tensor]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}
-        if training and not pipeline.is_whole(len(micro_batches)):
+        # Of each micro-batch in the loss; None: the loss is computed of all outputs at once.
+        self.shares: list[float] | None = None
+        if training and len(micro_batches) >= len(pipeline.plan.stages):
             self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
 
     def context(self, number: int) -> ReplicaContext:
@@ -72,7 +74,7 @@ class PipelineStep:
         """Returns the gradients of a micro-batch's outputs."""
         import keras
 
-        if number not in self._gradients and self.pipeline.is_whole(len(self.micro_batches)):
+        if number not in self._gradients and self.shares is None:
             self._compute_gradients(list(range(len(self.micro_batches))), self.batch, 1.0)
         elif number not in self._gradients:
             rows, batch = self.micro_batches.rows(number), self.batch

@@ -1,6 +1,7 @@
 """PyTorch: what the ranks of a run exchange beside tensors: objects, flags, and batches that one of them reads."""
 
 import datetime
+import hmac
 import itertools
 import pickle
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kerasdp.errors import UserError
+from kerasdp.errors import UserError, WorkerError
 from kerasdp.runtime import lines
 from kerasdp.runtime.ranks import ALIKE
 
@@ -30,9 +31,19 @@ class GlooProcesses:
     Its messages never wait for those of a step. All ranks make it together, once the process group is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes | None = None) -> None:
+        """Makes the group.
+
+        Args:
+            key: what the ranks of this run alone know. None: whoever reaches them is trusted.
+
+        Raises:
+            WorkerError: if a program that does not know the key has connected to this rank.
+        """
         self.rank, self.num_processes = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_TAKES)
+        if key is not None:
+            self._check_peers(key)
         self._last: Callable[[], int] | None = None
         self._scatter_numbers = itertools.count()
 
@@ -61,6 +72,26 @@ class GlooProcesses:
     def open_scatter(self) -> "GlooScatter":
         """See `Processes`."""
         return GlooScatter(self._group, self.rank, self.num_processes, next(self._scatter_numbers))
+
+    def _check_peers(self, key: bytes) -> None:
+        """Raises `WorkerError` unless a rank of this run is at the other end of each connection of the group.
+
+        Gloo (torch 2.13) takes whoever connects to its port, and what comes over the group is unpickled.
+        """
+        proofs = [
+            torch.frombuffer(bytearray(hmac.digest(key, b"%d" % rank, "sha256")), dtype=torch.uint8)
+            for rank in range(self.num_processes)
+        ]
+        others = [rank for rank in range(self.num_processes) if rank != self.rank]
+        sent = [dist.isend(proofs[self.rank], group=self._group, group_dst=rank) for rank in others]
+        for rank in others:
+            received = torch.empty_like(proofs[rank])
+            dist.recv(received, group=self._group, group_src=rank)
+            if not torch.equal(received, proofs[rank]):
+                raise WorkerError(f"another program has connected to rank {self.rank}, in the place of rank {rank}")
+        for work in sent:
+            if work is not None:
+                work.wait()
 
     def _begin_maximum(self, kind: int, number: int) -> Callable[[], int]:
         """Begins an exchange; returns a function that waits for the maximum of the ranks' numbers.
