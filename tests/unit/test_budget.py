@@ -11,7 +11,7 @@ from tests.helpers import ROOT
 
 # After a change that takes something out, write the new number. One that raises a number names its reason in the same
 # commit, and in a comment here.
-CHOICES = 54
+CHOICES = 51
 PUBLIC_NAMES = 31
 LINES_OF_CODE = 21119
 
