@@ -250,8 +250,10 @@ class ShardSteps:
         found, first = [], 0
         for replicas, count, share in zip(micro_batches, counts, shares):
             own = slice(first, first := first + replicas[0].size)
-            data = keras.tree.map_structure(lambda leaf, own=own: None if leaf is None else leaf[own], batch[:3])
-            found.append(Pass(DeviceBatch(*data, range(count)), replicas, total_rows, share))
+            inputs, targets, weights = keras.tree.map_structure(
+                lambda leaf, own=own: None if leaf is None else leaf[own], batch[:3]
+            )
+            found.append(Pass(DeviceBatch(inputs, targets, weights, range(count)), replicas, total_rows, share))
         return found
 
     def context(

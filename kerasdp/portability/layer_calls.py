@@ -271,7 +271,7 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
         add(loss)
     elif penalties := context.regularized.get(id(layer)):  # Keras adds what its activity regularizer gave
         add(penalties.pop(0))
-    elif context.is_micro_batch:
+    elif context.is_micro_batch or context.adds is None:
         raise UserError(
             f"layer {layer.name} calls add_loss, with which it would count only one micro-batch: move that loss into "
             "the model's loss, or train with --strategy=data and without --accumulate"

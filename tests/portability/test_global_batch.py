@@ -140,13 +140,13 @@ def of_replicas(model, targets, outputs, weights, mask, num_rows=ROWS):
             model, context, own, num_rows, training=True, add_up=lambda number: exchange.sum(rank, number)
         )
         batch.share_metrics()
-        sums = {name: exchange.sum(rank, value) for name, value in batch.shared.items()}
+        sums = {name: exchange.sum(rank, value) for name, value in batch.sums.shared.items()}
         loss = batch.take(sums)
         exchange.barrier.wait()
         if rank:  # one model stands for all
-            batch.update_metrics = lambda loss: batch.whole() if not batch._are_own_metrics else None
+            batch.update_metrics = lambda loss: batch.whole() if not batch._add_up_metrics else None
         logs = batch.update_metrics(loss)
-        return float(loss), float(batch.loss), logs, batch.is_of_own_rows, batch._are_own_metrics
+        return float(loss), float(batch.loss), logs, batch.is_of_own_rows, batch._add_up_metrics
 
     with ThreadPoolExecutor(REPLICAS) as threads:
         running = [threads.submit(run, rank) for rank in range(REPLICAS)]

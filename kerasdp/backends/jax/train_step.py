@@ -460,6 +460,7 @@ class _MicroBatch:
         from kerasdp.portability.row_search import row_axes_of
 
         self.model, self.state, self.shards, axes = model, state, shards, row_axes_of(model)
+        self._total_rows = total_rows
         self.context = dataclasses.replace(
             context, total_rows=total_rows, row_axes=axes, adds=AddedLosses(axes), is_micro_batch=True
         )
@@ -483,7 +484,7 @@ class _MicroBatch:
         context = dataclasses.replace(
             self.context, num_rows=num_rows, rows=num_rows, first_row=first_row, calling=[], regularized={}, _calls={}
         )
-        row_share, inputs = num_rows / context.total_rows, data[0]
+        row_share, inputs = num_rows / self._total_rows, data[0]
         if self.is_written_out:
             inputs = _after(sums, inputs)
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
@@ -91,13 +91,13 @@ class ReplicaSteps(ShardSteps):
 
         def micro_batch(one: Pass, data: Structure, first_row: Any, begun: list[Tensor]) -> tuple[list[Any], Any]:
             restart_seeds(list(zip((seed for seed, _ in seeds), begun)))
-            one = one._replace(batch=DeviceBatch(*data, one.batch.indices))
+            one = one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
             gradients, whole, _ = self._pass(one, Detail.NOTHING, first_row)
             made[len(one.batch.indices)] = whole
             return gradients, whole.sums
 
         gradients: list[Any] = []
-        sums, before = None, list[Tensor]()
+        before, sums = list[Tensor](), None
         compute = {len(one.batch.indices): self._called(functools.partial(micro_batch, one)) for one in passes}
         for one in passes:
             # TensorFlow would otherwise make all forward passes first, and keep all that they leave in memory.
@@ -108,7 +108,7 @@ class ReplicaSteps(ShardSteps):
                 gradients, sums = _added(gradients, own) if gradients else own, added(sums, left)
             before = [each for each in gradients if each is not None]
         whole = made[len(passes[-1].batch.indices)]
-        whole.sums = sums
+        whole.sums = cast(Any, sums)
         return gradients, whole, {}
 
     def _called(self, function: Callable[..., Structure]) -> Callable[..., Structure]:

@@ -68,7 +68,7 @@ class RankSteps(ShardSteps):
             if strategy.num_replicas > 1:
                 gradients = self.joined(gradients, self.next_values(gradients, variables))
             # Loss and metrics of the global batch (3); moving statistics (5).
-            loss = whole.take(sums.shared if shared is None else unflat(wait(shared), sums.shared))
+            loss = whole.take(whole.sums.shared if shared is None else unflat(wait(shared), whole.sums.shared))
             whole.move_statistics()
             seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
             # The update, the same on each rank.
