@@ -94,7 +94,7 @@ class Watchdog:
         if limit is None:
             faulthandler.cancel_dump_traceback_later()
         else:  # not before the timeout, though the last moves set no timer; who has no parent that reads it ends
-            file = _file or sys.__stderr__
+            file: Any = _file or sys.__stderr__
             faulthandler.dump_traceback_later(limit + most, file=file, exit=outcome.place() is None)
 
     def _say_that_it_compiles(self) -> None:

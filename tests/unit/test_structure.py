@@ -235,7 +235,7 @@ def test_every_function_is_short():
 
 # Private names that are not Keras': of the standard library, and the kit's own objects, which `_` keeps in their room.
 PRIVATE_NAMES_OF_OTHERS = {
-    "_exit", "_current_frames", "_replace",  # os, sys, named tuples
+    "_exit", "_replace",  # os, named tuples
     "_worker",  # tensorboardX: its writing thread
 }  # fmt: skip
 MODULES_FOR_PRIVATE_NAMES = [
@@ -292,7 +292,6 @@ ASSIGNED_ELSEWHERE = {
     "portability/reduction.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
     "portability/row_search.py": ("axes.outputs", "the kit's own"),
     "ray.py": ("sys.path", "Python's own switch"),
-    "runtime/heartbeat.py": ("setattr(owner", "the kit's own"),
     "runtime/model_cache.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
     "runtime/signals.py": ("sys.unraisablehook", "Python's own switch"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),

@@ -100,7 +100,7 @@ class GlooScatter:
             content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
             dist.recv(content, group=self._group, group_src=0, tag=tag)
             return _value_of(content)
-        sent = []
+        sent: list[tuple[Any, torch.Tensor]] = []
         for rank in range(1, self.num_processes):
             content = _bytes_of(values[rank])
             for message in (torch.tensor([len(content)], device="cpu"), content):
