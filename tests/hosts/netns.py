@@ -34,7 +34,7 @@ NO_HOSTS = "needs root and network namespaces: the programs `ip` and `unshare` o
 _FOLDER = pathlib.Path("/etc/netns")
 # Of linux/if_packet.h and linux/if_ether.h, which Python's socket does not name.
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _ETH_P_ALL = 263, 15, 23, 3
-_VNET_HDR_BYTES, _NEEDS_CHECKSUM = 10, 1
+_VNET_HDR_BYTES = 10
 
 
 def address_of(number: int) -> str:
@@ -84,11 +84,6 @@ class Host:
         (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))
         return link["stats64"]["rx"]["bytes"], link["stats64"]["tx"]["bytes"]
 
-    def wrong_checksums(self) -> int:
-        """Returns how many packets of TCP it has dropped so far because their checksum was wrong."""
-        names, values = (line.split() for line in self.run("grep", "^Tcp:", "/proc/net/snmp").stdout.splitlines())
-        return int(values[names.index("InCsumErrors")])
-
     def packets_sent(self) -> int:
         """Returns how many packets have gone out by its network card so far."""
         (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))
@@ -122,9 +117,6 @@ class Hosts(list[Host]):
         delay: float = 0.0,
         loss: float = 0.0,
         bandwidth: float | None = None,
-        corruption: float = 0.0,
-        is_mended: bool = False,
-        seed: int = 0,
     ) -> Iterator[None]:
         """Makes the network slow within the context.
 
@@ -135,18 +127,11 @@ class Hosts(list[Host]):
             delay: of each packet, in seconds.
             loss: which share of the packets is lost, from 0 to 1.
             bandwidth: of each network card, in bytes a second.
-            corruption: in which share of the packets of TCP that carry data a byte of the data is changed, from 0 to 1.
-                The packets are short then, as on a wire.
-            is_mended: whether the checksum is made anew, as a faulty switch does, so that the data arrive; else the
-                receiver sees that it is wrong, and drops the packet.
-            seed: which packets are lost or changed.
         """
         ports = [f"port{host.number}" for host in self]
         for port in ports:
             _ip("-n", self._switch, "link", "set", port, "nomaster")
-        self._cut_packets(corruption > 0)
         arguments = [str(len(self)), f"--delay={delay}", f"--loss={loss}", f"--bandwidth={bandwidth or 0}"]
-        arguments += [f"--corruption={corruption}", f"--seed={seed}", *(["--is_mended"] if is_mended else [])]
         command = ["ip", "netns", "exec", self._switch, sys.executable, __file__, "forward", *arguments]
         forwarding = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         try:
@@ -159,12 +144,6 @@ class Hosts(list[Host]):
             forwarding.stdout.close()
             for port in ports:
                 _ip("-n", self._switch, "link", "set", port, "master", "bridge")
-            self._cut_packets(False)
-
-    def _cut_packets(self, is_cut: bool) -> None:
-        """Lets each host cut what it sends into frames itself, or leave that to its network card."""
-        for host in self:
-            _ip("-n", host.namespace, "link", "set", INTERFACE, "gso_max_segs", "1" if is_cut else "65535")
 
 
 @contextlib.contextmanager
@@ -238,7 +217,7 @@ def _forward(chosen: argparse.Namespace) -> None:
     """Carries packets between the ports of the switch until it is killed."""
     num_hosts, delay, loss, bandwidth = chosen.num_hosts, chosen.delay, chosen.loss, chosen.bandwidth
     ports = [_open_port(number) for number in range(num_hosts)]
-    drawn = random.Random(chosen.seed)
+    drawn = random.Random(0)
     # Due times rise in each queue, since all packets have the same delay.
     queues: list[collections.deque] = [collections.deque() for _ in ports]
     free_at = [0.0] * num_hosts
@@ -253,8 +232,6 @@ def _forward(chosen: argparse.Namespace) -> None:
             number = int.from_bytes(target[4:])
             for to in others if target[0] & 1 else [number] * (number in others):
                 if drawn.random() >= loss:
-                    if chosen.corruption and drawn.random() < chosen.corruption:
-                        packet = _corrupt(packet, drawn, chosen.is_mended)
                     if bandwidth:
                         free_at[to] = max(now, free_at[to]) + len(packet) / bandwidth
                     queues[to].append((max(now, free_at[to]) + delay, packet))
@@ -262,29 +239,6 @@ def _forward(chosen: argparse.Namespace) -> None:
             while queue and queue[0][0] <= time.monotonic():
                 with contextlib.suppress(OSError):  # its cable is out
                     port.send(queue.popleft()[1])
-
-
-def _corrupt(packet: bytes, drawn: random.Random, is_mended: bool) -> bytes:
-    """Returns the packet with another byte among the data that TCP carries, if it carries any."""
-    ip = _VNET_HDR_BYTES + 14
-    if packet[ip - 2 : ip] != b"\x08\x00" or packet[ip + 9] != socket.IPPROTO_TCP:
-        return packet
-    tcp = ip + 4 * (packet[ip] & 15)
-    data, end = tcp + 4 * (packet[tcp + 12] >> 4), ip + int.from_bytes(packet[ip + 2 : ip + 4])
-    if data >= end:
-        return packet
-    changed, place = bytearray(packet), drawn.randrange(data, end)
-    changed[place] ^= 1 << drawn.randrange(8)
-    if not is_mended:
-        changed[0] = 0  # the sender left the checksum to its card: now it counts as it stands, which is wrong
-    elif not packet[0] & _NEEDS_CHECKSUM:  # RFC 1624
-        shift = 0 if (place - tcp) % 2 else 8
-        total = (~int.from_bytes(packet[tcp + 16 : tcp + 18]) & 0xFFFF) + (~(packet[place] << shift) & 0xFFFF)
-        total += changed[place] << shift
-        while total >> 16:
-            total = (total & 0xFFFF) + (total >> 16)
-        changed[tcp + 16 : tcp + 18] = (~total & 0xFFFF).to_bytes(2)
-    return bytes(changed)
 
 
 def _open_port(number: int) -> socket.socket:
@@ -303,10 +257,8 @@ if __name__ == "__main__":
     commands.add_parser("remove").add_argument("names", nargs="+")
     forward = commands.add_parser("forward")
     forward.add_argument("num_hosts", type=int)
-    for option in ("--delay", "--loss", "--bandwidth", "--corruption"):
+    for option in ("--delay", "--loss", "--bandwidth"):
         forward.add_argument(option, type=float)
-    forward.add_argument("--seed", type=int)
-    forward.add_argument("--is_mended", action="store_true")
     chosen = parser.parse_args()
     if chosen.command == "remove":
         _remove(chosen.names)

@@ -32,25 +32,6 @@ connection.sendall(b"?")
 connection.recv(1)
 print(time.perf_counter() - start)
 """
-# Sends bytes to itself by way of another host, and prints how many came back otherwise.
-SEND = """
-import socket, threading
-connection = socket.create_connection(("host0", 5001), timeout=30)
-sent, came = bytes(100_000), b""
-threading.Thread(target=connection.sendall, args=(sent,)).start()
-while len(came) < len(sent):
-    came += connection.recv(1 << 16)
-print(sum(byte != 0 for byte in came), "of", len(sent), "bytes differ")
-"""
-ECHO = """
-import socket, sys
-server = socket.create_server((sys.argv[1], 5001))
-print("listens", flush=True)
-while True:
-    connection, _ = server.accept()
-    while received := connection.recv(1 << 16):
-        connection.sendall(received)
-"""
 
 
 @pytest.fixture
@@ -58,12 +39,9 @@ def hosts():
     with netns.network(2) as found:
         server = found[0].start(sys.executable, "-c", ANSWER, found[0].address)
         assert server.stdout.readline() == "listens\n", server.communicate()[1]
-        echo = found[0].start(sys.executable, "-c", ECHO, found[0].address)
-        assert echo.stdout.readline() == "listens\n", echo.communicate()[1]
         yield found
-        for program in (server, echo):
-            program.kill()
-            program.communicate()
+        server.kill()
+        server.communicate()
 
 
 def ask(host, num_bytes=0, timeout=1):
@@ -107,16 +85,6 @@ def test_the_network_is_slowed(hosts):
     with hosts.slowed(loss=1.0):
         assert ask(hosts[1]).returncode
     ask_until_answered(hosts[1])
-
-
-def test_packets_are_corrupted(hosts):
-    """Those with a wrong checksum are dropped, and sent again; those with a right one arrive, with other data."""
-    with hosts.slowed(corruption=0.2):
-        assert hosts[1].run(sys.executable, "-c", SEND, timeout=60).stdout == "0 of 100000 bytes differ\n"
-    assert sum(host.wrong_checksums() for host in hosts) > 5
-    with hosts.slowed(corruption=0.2, is_mended=True):
-        said = hosts[1].run(sys.executable, "-c", SEND, timeout=60).stdout
-    assert int(said.split()[0]) > 5, said
 
 
 def test_power_off(hosts):

@@ -140,7 +140,8 @@ def _begin_to_hear() -> None:
     thread = threading.Thread(target=_hear, args=(is_over,), daemon=True, name="errors of other processes")
     thread.start()
     # A thread that is in JAX's native code as the program ends would end it by SIGABRT.
-    atexit.register(lambda: (is_over.set(), thread.join()))
+    atexit.register(thread.join)
+    atexit.register(is_over.set)  # which is called before it
 
 
 def _hear(is_over: threading.Event) -> None:

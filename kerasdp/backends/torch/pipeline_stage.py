@@ -74,15 +74,16 @@ class PipelineStep:
         """Returns the gradients of a micro-batch's outputs."""
         import keras
 
-        if number not in self._gradients and self.shares is None:
+        shares = self.shares
+        if number not in self._gradients and shares is None:
             self._compute_gradients(list(range(len(self.micro_batches))), self.batch, 1.0)
-        elif number not in self._gradients:
+        elif number not in self._gradients and shares is not None:
             rows, batch = self.micro_batches.rows(number), self.batch
             targets, weights = keras.tree.map_structure(
                 lambda leaf: None if leaf is None else leaf[rows], (batch.targets, batch.sample_weight)
             )
             own = batch._replace(targets=targets, sample_weight=weights)
-            self._compute_gradients([number], own, self.shares[number])
+            self._compute_gradients([number], own, shares[number])
         return self._gradients.pop(number)
 
     @torch.enable_grad()
