@@ -1,8 +1,6 @@
 """Trains in one of several processes; prints what came out.
 
 python hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
-    num_samples, epochs: of the training
-    compile: arguments of `Model.compile`
     fails: the last process raises an error behind step 5
     frozen: the first layer with weights is, and a metric has 4,096 numbers
     own_step: trains with a loop of its own instead
@@ -18,7 +16,7 @@ import numpy as np
 
 import kerasdp
 
-OWN = ("num_samples", "compile", "fails", "frozen", "own_step")
+OWN = ("fails", "frozen", "own_step")
 
 
 def loop(runner):
@@ -43,7 +41,7 @@ def train(settings, runner):
     import keras
     from learn_classes import StepLosses
 
-    rows = settings.get("num_samples", 200)
+    rows = 200
     data = kerasdp.load_data(runner.config)
     x, y = data.train.inputs(np.arange(rows)), data.train.targets(np.arange(rows))[0]
     with runner.scope():
@@ -56,7 +54,6 @@ def train(settings, runner):
             kerasdp.make_optimizer(runner.config),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=metrics,
-            **settings.get("compile", {}),
         )
     losses, moments = StepLosses(runner), []
     is_last = runner.strategy.processes.rank == runner.strategy.processes.num_processes - 1
