@@ -31,7 +31,7 @@ def assert_alike(received, expected, case):
         np.testing.assert_allclose(received.get(name, 0), expected.get(name, 0), rtol=1e-12, err_msg=f"{name}, {case}")
     for own, other in zip(received["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(own, other, rtol=0, atol=1e-12, err_msg=str(case))
-    assert received.get("evaluate") == pytest.approx(expected.get("evaluate"), rel=1e-12)
+    assert received.get("evaluate", 0) == pytest.approx(expected.get("evaluate", 0), rel=1e-12)
     for name, values in expected.get("history", {}).items():
         assert received["history"][name] == pytest.approx(values, rel=1e-12), (name, case)
 

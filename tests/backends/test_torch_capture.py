@@ -10,6 +10,7 @@ import pytest
 
 from kerasdp.backends.base import SingleProcess
 from kerasdp.config import Config
+from kerasdp.data.sampling import Split
 from kerasdp.runtime.run_state import Detail, Position, RunState
 
 torch = pytest.importorskip("torch")
@@ -42,6 +43,7 @@ def strategy():
         is_gpu=False,
         num_replicas=1,
         config=Config(backend="torch"),
+        training_split=Split(1),
     )
 
 

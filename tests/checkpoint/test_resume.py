@@ -157,7 +157,7 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     done = train_resumable(tmp_path / "run", BACKENDS[0], 2, trouble="hang", at_step=STOP, hang_timeout=4)
     rank = 1 if BACKENDS[0] == "torch" else 0
     line = 1 + (PROGRAMS / "resume.py").read_text().splitlines().index("        time.sleep(1000)  # HERE IT HANGS")
-    place = rf"after step {STOP} of fit \(resume.py:\d+\), at .*resume.py:{line}, in make_trouble"
+    place = f"at .*resume.py:{line}, in make_trouble"
     assert done.returncode == 1
     assert re.search(f"WorkerError: rank {rank} hangs {place}.*: nothing moved for 4 s", done.stderr)
 

@@ -70,7 +70,7 @@ def test_the_default_command_learns(backend, count, epochs, least, tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(10, 23 * epochs + 1, 10))
     assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png", "checkpoints",
+        "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png", "checkpoints", "model.keras",
     }  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[1:] == [
         f"step-{23 * epoch:08d}.safetensors" for epoch in range(epochs - 2, epochs + 1)

@@ -30,6 +30,7 @@ class OneDevice:
     """As much of a `Strategy` as callbacks ask for."""
 
     processes, stages, num_devices, split, splits_batches = SingleProcess(), None, 1, Split(1), False
+    training_split = Split(1)
 
     def gather_variables(self, model):
         pass
