@@ -38,12 +38,6 @@ def is_count(text: str) -> bool:
     return text.isdecimal() and int(text) >= 1
 
 
-def is_count_or_range(text: str) -> bool:
-    """Returns whether a text is a count, or the least and the most as `1:3`."""
-    counts = text.split(":")
-    return len(counts) <= 2 and all(map(is_count, counts)) and int(counts[-1]) >= int(counts[0])
-
-
 COUNT = Range("a whole number of at least 1", lambda number: number >= 1)
 FROM_0 = Range("a whole number of at least 0", lambda number: number >= 0)
 POSITIVE = Range("a number above 0", lambda number: math.isfinite(number) and number > 0)

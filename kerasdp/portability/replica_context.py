@@ -304,19 +304,20 @@ class ReplicaContext:
         import keras
         from keras import ops
 
-        others, largest = rows.shape[0] // cast(int, self.rows), max(each.size for each in self.replicas)
+        others = rows.shape[0] // cast(int, self.rows)
         rows = ops.convert_to_tensor(rows)
         name = keras.backend.standardize_dtype(rows.dtype)
-        if "float" not in name:  # without a gradient
-            if self.gather_rows is None:
-                return rows
-            # With equal shards `gather_rows` takes shards of that size; the last one may have fewer rows here.
-            is_even = len({each.size for each in self.replicas}) == 1
-            return self.gather_rows(_pad_to(rows, largest * others) if is_even else rows)
+        is_float = "float" in name
+        if not is_float and self.gather_rows is None:
+            return rows
+        # Of a replica with padding there are the real rows alone.
+        missing = self.replicas[0].size * others - rows.shape[0]
+        rows = ops.pad(rows, [[0, missing], *[[0, 0]] * (len(rows.shape) - 1)]) if missing else rows
+        if not is_float:  # without a gradient
+            return cast(Any, self.gather_rows)(rows)
         wide = ops.cast(rows, keras.backend.result_type(name, "float32"))  # TensorFlow (2.21) sums no others on the CPU
-        whole = cast(Any, self.gather)(_pad_to(wide, largest * others))
-        whole = ops.reshape(whole, (self.num_replicas * largest * others, *rows.shape[1:]))
-        return ops.cast(_without_padding(whole, self.replicas, others), name)
+        whole = ops.reshape(cast(Any, self.gather)(wide), (self.num_replicas * rows.shape[0], *rows.shape[1:]))
+        return ops.cast(whole[: sum(each.num_rows for each in self.replicas) * others], name)
 
     def whole(self, tensor: Any, axis: RowAxis | None, gather_rows: Callable[[Any], Any] | None = None) -> Any:
         """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one.
@@ -418,24 +419,6 @@ def all_rows(rows: Any) -> Any:
     return context.rows_of_all(rows)
 
 
-def _without_padding(whole: Any, replicas: tuple[ReplicaRows, ...], others: int = 1) -> Any:
-    """Removes the padding from rows gathered of all replicas.
-
-    Args:
-        whole: a tensor or array of shape `(replicas * largest size * others, ...)`: each replica's rows, padded to as
-            many as the largest size.
-        replicas: see `Split.replicas`.
-        others: entries on axis 0 for each row.
-    """
-    largest = max(each.size for each in replicas)
-    if all(each.size == largest for each in replicas):  # all padding is at the end
-        return whole[: sum(each.num_rows for each in replicas) * others]
-    from keras import ops
-
-    firsts = [rank * largest * others for rank in range(len(replicas))]
-    return ops.concatenate([whole[first : first + each.num_rows * others] for first, each in zip(firsts, replicas)])
-
-
 def gather_shards(rows: Any, own: ReplicaRows, replicas: tuple[ReplicaRows, ...], gather: Callable[[Any], Any]) -> Any:
     """Gathers the rows of all replicas, without padding.
 
@@ -445,14 +428,5 @@ def gather_shards(rows: Any, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]
         replicas: see `Split.replicas`.
         gather: concatenates equally many rows of all replicas.
     """
-    others, largest = rows.shape[0] // own.size, max(each.size for each in replicas)
-    return _without_padding(gather(_pad_to(rows, largest * others)), replicas, others)
-
-
-def _pad_to(rows: Any, size: int) -> Any:
-    """Adds rows of zeros until there are `size`."""
-    if rows.shape[0] == size:
-        return rows
-    from keras import ops
-
-    return ops.pad(rows, [[0, size - rows.shape[0]], *[[0, 0]] * (len(rows.shape) - 1)])
+    others = rows.shape[0] // own.size
+    return gather(rows)[: sum(each.num_rows for each in replicas) * others]
