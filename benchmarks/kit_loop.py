@@ -145,12 +145,12 @@ def make_own_loop(runner: "kerasdp.Runner", model: Any, x: Any, y: Any) -> Calla
 
 def forward_flops(model: Any) -> float | None:
     """Operations of a sample's forward pass; None where the layers' calls are not known."""
+    from flops import flops_of
+
     from kerasdp.keras_compat.models import as_functional
-    from kerasdp.pipeline.graph import graph_of
-    from kerasdp.pipeline.partition import costs_of
 
     known = as_functional(model)
-    return None if known is None else sum(costs_of(graph_of(known), "flops", 1))
+    return None if known is None else sum(flops_of(known))
 
 
 def device_name(runner: "kerasdp.Runner") -> str:

@@ -100,6 +100,7 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
     """Builds the model of a run, and counts; runs in a worker."""
     import keras
     import keras_models
+    from flops import flops_of
     from step_bytes import step_bytes
 
     from kerasdp.pipeline.graph import graph_of
@@ -113,9 +114,9 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     sent, graph = step_bytes(kerasdp.portable(model), config, 2), graph_of(model)
-    sizes = np.array(costs_of(graph, "parameters", 1))
+    sizes = np.array(costs_of(graph))
     return {
-        "layer_bytes": sizes / sizes.sum() * sent.gradients, "layer_flops": np.array(costs_of(graph, "flops", 1)),
+        "layer_bytes": sizes / sizes.sum() * sent.gradients, "layer_flops": np.array(flops_of(model)),
         "gathered": sent.gathered, "num_gatherings": sent.num_gatherings,
     }  # fmt: skip
 
