@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
 from kerasdp.keras_compat.models import compiled_variables
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.reduction import reasons_to_gather
-from kerasdp.sharding import bytes_of, numbers_in
+from kerasdp.sharding import bytes_of
 from kerasdp.training.prepare import bytes_of_row
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class StepBytes:
     outputs: int = 0
 
 
+def _numbers_in(variables: Iterable[Any]) -> int:
+    return sum(math.prod(variable.shape) for variable in variables)
+
+
 def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepBytes:
     """Computes what the devices of a data-parallel run exchange in a training step, from the built model.
 
@@ -55,9 +60,9 @@ def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepB
     if config.backend == "jax":
         # XLA sums the gradients of each micro-batch, and of a metric's mean only the total: it knows the count.
         gradients *= config.accumulate
-        metrics = size * (1 + numbers_in(each for each in metric_variables(model) if each.name != "count"))
+        metrics = size * (1 + _numbers_in(each for each in metric_variables(model) if each.name != "count"))
     else:
-        metrics = size * (1 + numbers_in(metric_variables(model)))
+        metrics = size * (1 + _numbers_in(metric_variables(model)))
         if reasons_to_gather(model, is_weighted=False):
             # 0 where the model does not tell.
             outputs_of_row = bytes_of_row(getattr(model, "outputs", None) or [])

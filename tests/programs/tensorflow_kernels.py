@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import op_callbacks
 
 import kerasdp
-from kerasdp.backends.tensorflow import data_parallel, devices, pipeline_parallel, xla
+from kerasdp.backends.tensorflow import data_parallel, devices, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 
 SGD = "sgd(learning_rate=0.01, momentum=0.9)"
@@ -92,8 +92,7 @@ def as_on_gpus(watch: Watch) -> None:
     """Takes the paths that the kit takes on GPUs, on virtual CPU devices: the first one stands for the host."""
     watch.of_graphs()
     gpu_kernels.keep_graphs()
-    for kind in (data_parallel.DataParallel, pipeline_parallel.PipelineParallel):
-        kind.shard_batch = watch.around(kind.shard_batch)
+    data_parallel.DataParallel.shard_batch = watch.around(data_parallel.DataParallel.shard_batch)
     make, names = tf.config.set_logical_device_configuration, devices.device_names
     tf.config.set_logical_device_configuration = lambda cpu, parts: make(cpu, [*parts, parts[0]])
     tf.distribute.ReductionToOneDevice = lambda *_: None
