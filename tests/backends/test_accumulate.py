@@ -19,21 +19,24 @@ def trained(backend, cases):
     results = {}
     for places in groups:
         given = json.dumps([{"backend": backend} | cases[place] for place in places])
-        done = run(PROGRAMS / "accumulate.py", given, backend=backend, OMP_NUM_THREADS="1")
+        # With --compile=on a graph of three micro-batches takes minutes to compile.
+        done = run(PROGRAMS / "accumulate.py", given, backend=backend, OMP_NUM_THREADS="1", timeout=900)
         results |= dict(zip(places, result_of(done), strict=True))
     return [results[place] for place in range(len(cases))]
 
 
-def assert_alike(received, expected, case):
+def assert_alike(received, expected, case, tolerance=1e-12):
     """In float64 nothing but the last bits differs."""
     assert isinstance(received, dict), received
     for name in ("losses", "outputs"):
-        np.testing.assert_allclose(received.get(name, 0), expected.get(name, 0), rtol=1e-12, err_msg=f"{name}, {case}")
+        np.testing.assert_allclose(
+            received.get(name, 0), expected.get(name, 0), rtol=tolerance, err_msg=f"{name}, {case}"
+        )
     for own, other in zip(received["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=1e-12, err_msg=str(case))
-    assert received.get("evaluate", 0) == pytest.approx(expected.get("evaluate", 0), rel=1e-12)
+        np.testing.assert_allclose(own, other, rtol=0, atol=tolerance, err_msg=str(case))
+    assert received.get("evaluate", 0) == pytest.approx(expected.get("evaluate", 0), rel=tolerance)
     for name, values in expected.get("history", {}).items():
-        assert received["history"][name] == pytest.approx(values, rel=1e-12), (name, case)
+        assert received["history"][name] == pytest.approx(values, rel=tolerance), (name, case)
 
 
 @all_but("jax", "tensorflow")
@@ -78,8 +81,10 @@ def test_batch_norm_takes_its_statistics_from_micro_batches(backend):
     """Of 4 rows each: on one device, on two, and in a loop by hand."""
     cases = [{"net": "norms", "accumulate": 4, "num_devices": 2}, {"net": "norms", "accumulate": 4}, {"net": "by_hand"}]
     two, one, by_hand = trained(backend, cases)
-    assert_alike(two, by_hand, "two devices")
-    assert_alike(one, by_hand, "one device")
+    # The loop calls plain TensorFlow's gelu (2.21), which is off by 5e-9 in float64.
+    tolerance = 1e-7 if backend == "tensorflow" else 1e-12
+    assert_alike(one, by_hand, "one device", tolerance)
+    assert_alike(two, one, "two devices")
 
 
 OTHERS = {
