@@ -1,5 +1,6 @@
 """Holds what the step functions of all backends share."""
 
+import abc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -132,13 +133,23 @@ class Pass(NamedTuple):
         batch: the replica's rows, with padding; as many indices as all replicas have rows.
         replicas: the rows of all of them.
         total_rows: of the global batch; None if this is the whole.
-        share: of the loss in that of the global batch.
+        share: the weight of this pass' loss in the loss of the global batch.
     """
 
     batch: DeviceBatch
     replicas: tuple[ReplicaRows, ...]
     total_rows: int | None = None
     share: float = 1.0
+
+
+def add_gradients(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+    """Adds the gradients of a micro-batch to `sums`; None where a weight has none.
+
+    It empties `gradients`, so that each is freed as soon as it is added.
+    """
+    for place, total in enumerate(sums):
+        gradient, gradients[place] = gradients[place], None
+        sums[place] = gradient if total is None else total if gradient is None else total + gradient
 
 
 def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
@@ -150,7 +161,7 @@ def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
         seed.assign(value)
 
 
-class ShardSteps:
+class ShardSteps(abc.ABC):
     """Runs the steps of one model on one replica's rows of a batch, with padding; sums go over all replicas.
 
     Attributes:
@@ -165,33 +176,33 @@ class ShardSteps:
 
         self.strategy, self.model, self.own = strategy, model, own_steps(model)
 
+    @abc.abstractmethod
     def add_up(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over the replicas."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums tensors over the replicas, in one message for each type at most."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def rank(self) -> int:
         """Returns the number of the replica."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
         """See `gather` of `ReplicaContext`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
         """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
 
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of the loss
         of the global batch, whatever that loss is.
         """
-        raise NotImplementedError
 
     def gather(self, outputs: Structure, num_rows: int) -> Structure:
         """Gathers the rows of all replicas; axis 0 may hold several entries for each of the `num_rows` of the batch."""
@@ -211,9 +222,9 @@ class ShardSteps:
         divisor = self._loss_divisor()
         return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
 
+    @abc.abstractmethod
     def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """Returns the largest of each number over the replicas; None stays None."""
-        raise NotImplementedError
 
     def next_values(self, gradients: list[Tensor | None], variables: list[Any]) -> list[Tensor | None]:
         """Returns those of a replica's gradients that are next values, for all replicas; None for the others."""

@@ -39,6 +39,7 @@ def test_gradients_are_averaged(results, case):
     assert found["gradients"] == [[2.0, 4.0, 8.0], [[4.0, 8.0, 16.0]] * 2, [2.0], None]
     assert found["shared"] == (None if case == "nothing shared" else [3.0, 30.0])
     assert (found["exchanges"] > 1) == (case == "many buckets")
+    assert found["is freed"]
 
 
 def test_nothing_is_taken_from_a_program_that_does_not_know_the_key(results):

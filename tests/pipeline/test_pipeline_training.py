@@ -38,6 +38,8 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(rule):
     plain, whole, *others = pipelines([
         case | {"by_hand": True, "num_devices": 1}, cut(1, **case), cut(2 + (rule == "adam"), **case),
     ])  # fmt: skip
+    for received in (whole, *others):  # backward passes begin as soon as possible
+        assert received.pop("schedules") == ["Schedule1F1B"]
     for received in others:
         assert received == plain == whole
 

@@ -4,9 +4,11 @@ python torch_ranks.py
 """
 
 import copy
+import gc
 import json
 import os
 import types
+import weakref
 
 import numpy as np
 
@@ -32,7 +34,12 @@ def exchange(runner):
     gathered["large"] = [collectives.fits_sockets(large), collectives.gather_by_sockets(large).mean(1).tolist()]
     gathered["too large"] = collectives.fits_sockets(torch.zeros(2**14 + 1))
     gathered["empty"] = collectives.fits_sockets(torch.zeros(0))
-    buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
+    gc.disable()  # a step's gradients are to be freed without it
+    buckets = {}
+    for name, case in CASES.items():
+        buckets[name], left = averaged(rank, *case)
+        buckets[name]["is freed"] = left() is None
+    gc.enable()
     scattered = {name: handed_out(runner, make) for name, make in VALUES.items()}
     found = {
         "gathered": gathered,
@@ -142,7 +149,10 @@ CASES = {
 
 
 def averaged(rank, bucket_bytes, is_shared):
-    """Gradients of three weights and of one that is not used, on inputs that differ between the ranks."""
+    """Gradients of three weights and of one that is not used, on inputs that differ between the ranks.
+
+    Also a weak reference to what has sent them.
+    """
     import torch
 
     from kerasdp.backends.torch import compiled_step
@@ -152,17 +162,18 @@ def averaged(rank, bucket_bytes, is_shared):
     strategy = types.SimpleNamespace(num_replicas=2)
     leaves = {id(weight): weight for weight in weights}
     buckets = compiled_step.GradientBuckets(strategy, leaves, set(leaves))
-    buckets.take_as_they_come()
+    buckets.take_as_they_come(leaves)
     x = torch.tensor([1.0, 2.0, 4.0]) * (1 + 2 * rank)
     loss = (weights[0] * x).sum() + (weights[1] * x).sum() * 2 + weights[2].sum() * x[0]
     own = torch.autograd.grad(loss, weights, allow_unused=True)
     shared = torch.tensor([1.0, 10.0]) * (rank + 1) if is_shared else None
     gradients, total = buckets.mean(own, weights, shared)
-    return {
+    found = {
         "gradients": [None if gradient is None else gradient.tolist() for gradient in gradients],
         "shared": None if total is None else total.tolist(),
         "exchanges": len(buckets.sent),
     }
+    return found, weakref.ref(buckets)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def test_trackers_get_the_numbers(tracker, tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else importlib)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     with pytest.raises(UserError, match=r"wandb is not installed; add it: pip install 'kerasdp\[wandb\]'"):
         check_installed(Config(tracker="tensorboard,wandb", workdir=str(tmp_path)))
 

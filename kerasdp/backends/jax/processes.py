@@ -1,4 +1,4 @@
-"""JAX: joins this process with those of other machines, and exchanges values with them.
+"""JAX: joins this process with the processes of other machines, and exchanges values with them.
 
 What they exchange goes through the key-value store of JAX's coordination service, which process 0 runs: any thread may
 use it, and it needs no program on the devices.
@@ -34,7 +34,7 @@ _SECONDS_OF_HEARTBEAT = 10
 # A process that fails stays so long, so that the others hear of it first.
 _SECONDS_BETWEEN_LOOKS, _SECONDS_TO_HEAR = 0.5, 2.0
 _NEVER = 10**6  # seconds: longer than any run
-# The value of whoever fails first.
+# The error of the process that fails first.
 _FAILED = "kerasdp/failed"
 _OF_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _INITIALIZE = "jax.distributed.initialize"
@@ -75,11 +75,14 @@ def join(cluster: Cluster, config: Config) -> None:
     if not jax.distributed.is_initialized():
         if cluster.source == _INITIALIZE:
             raise UserError(
-                f"{_INITIALIZE} was called before, and the run needs a process of its own, for --max_restarts, "
+                f"{_INITIALIZE} was called before, and the run needs another process, for --max_restarts, "
                 "--hang_timeout or more devices: leave that call out"
             )
         # SIGTERM is ours: JAX's own service (0.10.2) would keep it.
         jax.config.update("jax_enable_preemption_service", False)
+        address = os.environ.get(_OF_JAX[0], "")
+        if address.startswith(("127.", "localhost:")):  # by default the coordinator listens at all addresses
+            os.environ.setdefault("JAX_COORDINATOR_BIND_ADDRESS", address)
         own_gpus = None
         if config.num_devices is not None:  # else those that JAX gives a process of this launcher
             own_gpus = [cluster.local_process * config.num_devices + number for number in range(config.num_devices)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.steps import Pass, ShardSteps, all_variables, learning_rate, restart_seeds
+from kerasdp.backends.steps import Pass, ShardSteps, add_gradients, all_variables, learning_rate, restart_seeds
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.gradients import dense
@@ -96,7 +96,7 @@ class ReplicaSteps(ShardSteps):
             made[len(one.batch.indices)] = whole
             return gradients, whole.sums
 
-        gradients: list[Any] = []
+        gradients: list[Any] = [None for _ in self.model.trainable_weights]
         before, sums = list[Tensor](), None
         compute = {len(one.batch.indices): self._called(functools.partial(micro_batch, one)) for one in passes}
         for one in passes:
@@ -105,7 +105,8 @@ class ReplicaSteps(ShardSteps):
                 data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), one.batch[:3])
                 first_row, begun = one.replicas[self.rank()].first, [value for _, value in seeds]
                 own, left = compute[len(one.batch.indices)](data, first_row, begun)
-                gradients, sums = _added(gradients, own) if gradients else own, added(sums, left)
+                add_gradients(gradients, own)
+                sums = added(sums, left)
             before = [each for each in gradients if each is not None]
         whole = made[len(passes[-1].batch.indices)]
         whole.sums = cast(Any, sums)
@@ -201,10 +202,6 @@ class ReplicaSteps(ShardSteps):
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `ShardSteps`."""
         return collectives.mean([], tensors)()[1] if tensors else {}
-
-
-def _added(sums: list[Any], gradients: list[Any]) -> list[Any]:
-    return [one if other is None else other if one is None else one + other for one, other in zip(sums, gradients)]
 
 
 def updating_at_once() -> contextlib.AbstractContextManager[None]:

@@ -136,8 +136,7 @@ class _Sockets:
         self.rank, self.size = processes.rank, processes.num_processes
         folder: str = processes.all_gather_object(tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else "")[0]
         self.others: dict[int, socket.socket] = {}
-        # By rank: what was read and is not a whole message yet. By rank and tag: messages that were not asked for yet.
-        self.unread: dict[int, bytearray] = collections.defaultdict(bytearray)
+        # By rank and tag: messages that were not asked for yet.
         self.arrived: dict[tuple[int, int], collections.deque[bytes]] = collections.defaultdict(collections.deque)
         with socket.socket(socket.AF_UNIX) as door, _short_path(folder) as short:
             door.bind(os.path.join(short, str(self.rank)))
@@ -172,28 +171,19 @@ class _Sockets:
     def _message(self, rank: int, tag: int) -> bytes:
         """Waits for the next message of a tag; keeps those of others: ranks may compile steps in another order."""
         while not self.arrived[rank, tag]:
-            size, found = self._peek(rank)
-            self.arrived[rank, found].append(self._take(rank, size))
+            found, size = _HEAD.unpack(self._read(rank, _HEAD.size))
+            self.arrived[rank, found].append(self._read(rank, size))
         return self.arrived[rank, tag].popleft()
 
-    def _peek(self, rank: int) -> tuple[int, int]:
-        """Waits for a whole message; returns its size and tag."""
-        bytes_of = self.unread[rank]
-        while True:
-            if len(bytes_of) >= _HEAD.size:
-                tag, size = _HEAD.unpack_from(bytes_of)
-                if len(bytes_of) >= _HEAD.size + size:
-                    return size, tag
-            part = self.others[rank].recv(_MOST_BYTES)
+    def _read(self, rank: int, size: int) -> bytes:
+        """Waits for so many bytes."""
+        content = b""
+        while len(content) < size:
+            part = self.others[rank].recv(size - len(content))
             if not part:
                 raise ConnectionError(f"rank {rank} has left")
-            bytes_of += part
-
-    def _take(self, rank: int, size: int) -> bytes:
-        end = _HEAD.size + size
-        message = bytes(self.unread[rank][_HEAD.size : end])
-        del self.unread[rank][:end]
-        return message
+            content += part
+        return content
 
 
 _sockets: _Sockets | None = None
@@ -221,10 +211,8 @@ def fits_sockets(tensor: torch.Tensor) -> bool:
 
 
 def gather_by_sockets(tensor: torch.Tensor) -> torch.Tensor:
-    """Stacks the tensor of all ranks along a new first axis. Not differentiable."""
-    if _sockets is None:
-        raise RuntimeError("gather_by_sockets: expected a call of connect_sockets before it. Received: none")
-    return torch.ops.kerasdp.gather(tensor.detach().contiguous(), 0, _sockets.size)
+    """Stacks the tensor of all ranks along a new first axis, where `fits_sockets` allows it. Not differentiable."""
+    return torch.ops.kerasdp.gather(tensor.detach().contiguous(), 0, cast(_Sockets, _sockets).size)
 
 
 def _gather(own: torch.Tensor, tag: int, size: int) -> torch.Tensor:

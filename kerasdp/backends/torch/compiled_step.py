@@ -5,6 +5,7 @@ runs between the operations. What Keras does on torch (3.15: eager layer calls, 
 break at each layer) is slower.
 """
 
+import abc
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.steps import (
     Pass,
     TrainedWeights,
+    add_gradients,
     all_variables,
     learning_rate,
     optimizers_of,
@@ -52,7 +54,7 @@ _MOST_GRAPHS = 8
 _DONE = {"train": "trained", "test": "evaluated", "predict": "predicted"}
 
 
-class CompiledStep:
+class CompiledStep(abc.ABC):
     """One step of one model, compiled: a graph for each kind of batch.
 
     Attributes:
@@ -74,12 +76,12 @@ class CompiledStep:
         self.graphs: dict[Any, Callable[..., Any]] = {}
         self.reason = ""
 
+    @abc.abstractmethod
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """Runs the step on this process's rows; changes `values`, of the variables, in place, and no variable.
 
         `detail`: how much is recorded.
         """
-        raise NotImplementedError
 
     def kind(self) -> Any:
         """Returns what else a graph is made for than a kind of batch; hashable."""
@@ -244,7 +246,7 @@ class CompiledTraining(CompiledStep):
         # What is assigned stays in the scopes.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         if len(passes) == 1:
-            buckets.take_as_they_come()
+            buckets.take_as_they_come(leaves)
             own, whole, found, scope = self._pass(passes[0], begun, detail)
         else:
             own, whole, found, scope = self._micro_batches(passes, begun)
@@ -294,7 +296,7 @@ class CompiledTraining(CompiledStep):
             whole.share_metrics()
         values = {id(variable): value for variable, value in begun}
         wanted = [values[id(variable)] for variable in self.model.trainable_weights]
-        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
+        own = list(torch.autograd.grad(scaled_loss, wanted, allow_unused=True)) if wanted else []
         return own, whole, found, scope
 
     def _micro_batches(self, passes: list[Pass], begun: list[tuple[Any, torch.Tensor]]) -> tuple[Any, ...]:
@@ -304,12 +306,10 @@ class CompiledTraining(CompiledStep):
 
         # Random layers begin each with the seeds of the step; all else goes from one to the next.
         fixed = {id(variable) for variable in (*seed_variables(self.model), *self.model.trainable_weights)}
-        sums, total, values = None, None, begun
+        sums, total, values = None, [None for _ in self.model.trainable_weights], begun
         for one in passes:
             own, whole, found, scope = self._pass(one, values, Detail.NOTHING)
-            total = own if total is None else [
-                each if other is None else other if each is None else each + other for each, other in zip(total, own)
-            ]  # fmt: skip
+            add_gradients(total, own)
             sums = whole.sums = added(sums, whole.sums)
             values = [
                 (variable, value if id(variable) in fixed else _held(scope, variable, value))
@@ -392,7 +392,7 @@ def _held(scope: Any, variable: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def inductor_options(strategy: Any) -> dict[str, bool]:
-    """Returns what Inductor (2.13) is told."""
+    """Returns the options of Inductor (2.13)."""
     # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
     options = {"layout_optimization": False}
     if strategy.is_gpu and (strategy.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
@@ -488,7 +488,7 @@ class GradientBuckets:
             averaged: those of them whose gradients are averaged, by the same.
             parts: that are averaged, if any.
         """
-        self.num_replicas, self.parts, self._leaves = strategy.num_replicas, parts, leaves
+        self.num_replicas, self.parts = strategy.num_replicas, parts
         # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
         # What was sent, with the sum on its way.
@@ -497,9 +497,12 @@ class GradientBuckets:
         self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
         self.own |= leaves.keys() - averaged
 
-    def take_as_they_come(self) -> None:
-        """Hooks itself to the leaves: the next backward pass gives each gradient as soon as it has it."""
-        for key, leaf in self._leaves.items():
+    def take_as_they_come(self, leaves: dict[int, torch.Tensor]) -> None:
+        """Hooks itself to the leaves: the next backward pass gives each gradient as soon as it has it.
+
+        It does not keep the leaves: their hooks refer to it, and gradients in a cycle stay until Python collects it.
+        """
+        for key, leaf in leaves.items():
             leaf.register_hook(lambda gradient, key=key: self.take({key: gradient}))
 
     def take(self, gradients: dict[int, torch.Tensor | None]) -> None:

@@ -141,8 +141,7 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
         return processes
     key = None
     if not is_joined:
-        for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
-            os.environ[f"{library}_SOCKET_IFNAME"] = _loopback()
+        listen_on_loopback()
         store, rank = _open_store(devices.count), int(os.environ["RANK"])
         dist.init_process_group(
             "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None,
@@ -157,9 +156,11 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     return processes
 
 
-def _loopback() -> str:
-    """Returns the name of the network interface that other machines cannot reach."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+def listen_on_loopback() -> None:
+    """Lets Gloo and NCCL listen on loopback alone. By default they listen at the address of the machine's name."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    for library in ("GLOO", "NCCL"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = loopback
 
 
 def _open_store(num_ranks: int) -> Any:
@@ -322,7 +323,7 @@ def num_threads(num_local: int) -> int:
 
 @record  # so that torchrun shows the first error of all ranks
 def _started_rank(worker: Callable[..., Any], *args: Any) -> Any:
-    """Runs in the process of a rank that torchrun has started, or that is told like one where it is."""
+    """Runs in the process of a rank that torchrun has started, or that gets its place in the same way."""
     try:
         return worker(*args)
     except Exception as error:

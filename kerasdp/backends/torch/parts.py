@@ -51,7 +51,7 @@ class Parts:
         self.holds_weights = config.shard == "weights"
         self._optimizer = getattr(model, "optimizer", None)
         weights = model.variables if self.holds_weights else model.trainable_variables
-        # A constraint looks at all of its weight, and a maximum is that of all replicas.
+        # A constraint looks at all of its weight, and a maximum is taken over all replicas.
         self.cut_weights = [
             (weight, axis)
             for weight in weights

@@ -11,7 +11,7 @@ from torch.distributed import pipelining
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
 from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.torch.collectives import sum_over_ranks
-from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
+from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback, put_batch, timeout_of
 from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
@@ -40,6 +40,7 @@ class PipelineParallel(TorchStrategy):
         super().__init__(devices, config)
         self.stages = Stages(self)
         if devices.count == 1 and not dist.is_initialized():
+            listen_on_loopback()
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         length, timeout = devices.count // config.num_pipelines(devices.count), timeout_of(config)
@@ -128,7 +129,7 @@ class Pipeline:
 
     Attributes:
         plan: how model and batch are cut.
-        step: that of the latest batch.
+        step: of the latest batch.
     """
 
     def __init__(self, model: Any, strategy: PipelineParallel):

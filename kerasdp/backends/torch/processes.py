@@ -28,14 +28,14 @@ _BITS_OF_NUMBERS = 20
 class GlooProcesses:
     """`kerasdp.runtime.ranks.Processes` over a group of Gloo's, also where the gradients go by NCCL.
 
-    Its messages never wait for those of a step. All ranks make it together, once the process group is there.
+    Its messages never wait for the messages of a step. All ranks make it together, once the process group is there.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
         """Makes the group.
 
         Args:
-            key: what the ranks of this run alone know. None: whoever reaches them is trusted.
+            key: only the ranks of this run know it. None: the network is trusted.
 
         Raises:
             WorkerError: if a program that does not know the key has connected to this rank.
@@ -76,22 +76,22 @@ class GlooProcesses:
     def _check_peers(self, key: bytes) -> None:
         """Raises `WorkerError` unless a rank of this run is at the other end of each connection of the group.
 
-        Gloo (torch 2.13) takes whoever connects to its port, and what comes over the group is unpickled.
+        Gloo (torch 2.13) accepts any program that connects to its port, and what comes over the group is unpickled.
         """
         proofs = [
             torch.frombuffer(bytearray(hmac.digest(key, b"%d" % rank, "sha256")), dtype=torch.uint8)
             for rank in range(self.num_processes)
         ]
+        received = [torch.empty_like(proof) for proof in proofs]
         others = [rank for rank in range(self.num_processes) if rank != self.rank]
-        sent = [dist.isend(proofs[self.rank], group=self._group, group_dst=rank) for rank in others]
-        for rank in others:
-            received = torch.empty_like(proofs[rank])
-            dist.recv(received, group=self._group, group_src=rank)
-            if not torch.equal(received, proofs[rank]):
-                raise WorkerError(f"another program has connected to rank {self.rank}, in the place of rank {rank}")
-        for work in sent:
+        works = [dist.isend(proofs[self.rank], group=self._group, group_dst=rank) for rank in others]
+        works += [dist.irecv(received[rank], group=self._group, group_src=rank) for rank in others]
+        for work in works:  # before this may raise: Gloo takes back what is sent but not waited for
             if work is not None:
                 work.wait()
+        for rank in others:
+            if not torch.equal(received[rank], proofs[rank]):
+                raise WorkerError(f"another program has connected to rank {self.rank}, in the place of rank {rank}")
 
     def _begin_maximum(self, kind: int, number: int) -> Callable[[], int]:
         """Begins an exchange; returns a function that waits for the maximum of the ranks' numbers.
@@ -116,7 +116,7 @@ class GlooProcesses:
 
 
 class GlooScatter:
-    """`kerasdp.runtime.ranks.Scatter` over a group of Gloo's: messages of any threads, each with a tag of its own."""
+    """`kerasdp.runtime.ranks.Scatter` over a group of Gloo's: messages of any threads, each with its own tag."""
 
     def __init__(self, group: Any, rank: int, num_processes: int, channel: int):
         self.rank, self.num_processes = rank, num_processes

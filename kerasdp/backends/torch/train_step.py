@@ -135,7 +135,9 @@ class RankSteps(ShardSteps):
         # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
         # loss, and makes new tensors of the outputs, without their masks.
         parallel = torch.nn.parallel.DistributedDataParallel(
-            TrainedModel(model, used), device_ids=[strategy.device] if strategy.is_gpu else None
+            TrainedModel(model, used),
+            device_ids=[strategy.device] if strategy.is_gpu else None,
+            gradient_as_bucket_view=True,  # no second copy of the gradients
         )
         if strategy.num_replicas > 2:
             # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as
