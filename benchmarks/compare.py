@@ -5,7 +5,7 @@
     python benchmarks/compare.py --device_counts=1,2,4 --backends=jax --peers=jax
     python benchmarks/compare.py --model=my_model.py:build --dataset=digits    # which backend is fastest for my model?
 
-Each contender is a program of its own: kerasdp; --peers, hand-written loops in this folder that train convnet, resnet18
+Each contender is a separate program: kerasdp; --peers, hand-written loops in this folder that train convnet, resnet18
 and resnet50 with the same arithmetic, and Keras' own `fit` (`keras`). All are started and warmed up; then they train in
 turn, --steps_per_round steps each, --rounds times, so that whatever else the machine does affects all of them.
 
@@ -43,7 +43,7 @@ TAKEN = Recipe(
 
 
 def parsed(arguments: list[str]) -> tuple[kerasdp.Config, list[str] | None, list[int], list[str] | None, int, int]:
-    """Returns what `measure.compare` gets. `arguments`: those of the program, without its name."""
+    """Returns what `measure.compare` gets. `arguments`: of the command line, without the program's name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

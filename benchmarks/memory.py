@@ -5,7 +5,7 @@
     python benchmarks/memory.py --backend=torch --device=gpu --devices=1 --dim=1024 --blocks=24 --length=512
     python benchmarks/memory.py --model=resnet50
 
-Each row is a run of its own, on virtual CPU devices unless `--device=gpu`.
+Each row is a separate run, on virtual CPU devices unless `--device=gpu`.
 
 On Linux. Expected: a table in Markdown: the most memory that a GPU used, or that a process took beside what it had
 before the training, and the median milliseconds of a step.

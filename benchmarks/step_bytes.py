@@ -44,9 +44,9 @@ def _numbers_in(variables: Iterable[Any]) -> int:
 def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepBytes:
     """Computes what the devices of a data-parallel run exchange in a training step, from the built model.
 
-    The sizes are those of the tensors that the engines hand to collectives. How often these are sent along depends on
-    the algorithm: a ring sends 2 (N - 1) / N times the bytes of a sum, and N - 1 times those of a part that all others
-    get (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
+    The sizes are the sizes of the tensors that the engines hand to collectives. The algorithm says how often these are
+    sent. A ring sends 2 (N - 1) / N times the bytes of an all-reduce, and N - 1 times the bytes of an all-gather
+    (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
     doi:10.1177/1094342005051521).
 
     Args:

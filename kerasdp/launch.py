@@ -241,7 +241,7 @@ def _run(job: Job) -> Any:
     cluster, settings, train = job
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
-        is_rank = cluster is not None and settings.backend == "torch"  # whoever started it watches over it
+        is_rank = cluster is not None and settings.backend == "torch"  # the program that started it watches over it
         if is_rank or not (settings.max_restarts or settings.hang_timeout):
             return _start(*job)
     except AlreadyStartedError as reason:

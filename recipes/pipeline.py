@@ -51,7 +51,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
 
 def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Config]:
     """Returns the settings of each way to train, by its name."""
-    # With a limit for steps that hang, each is a process of its own: what one leaves in memory slows no other.
+    # With a limit for steps that hang, each runs in another process: what one leaves in memory slows no other.
     config = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", hang_timeout=3600.0)
     whole = {"strategy": "data", "num_devices": 1, "cut_at": None}
     cut = config if config.cut_at else dataclasses.replace(config, num_devices=config.num_devices or 2)

@@ -56,7 +56,7 @@ def main(config: kerasdp.Config, num_trials: int) -> None:
         trial = study.ask()
         folder = trial.user_attrs.get("workdir") or os.path.join(config.workdir, f"run-{trial.number:03}")
         trial.set_user_attr("workdir", folder)
-        # With a limit for hanging each run has a process of its own. Without a checkpoint it begins.
+        # With a limit for hanging each run has its process. Without a checkpoint it begins.
         own = {"workdir": folder, "resume": True, "hang_timeout": config.hang_timeout or 600.0}
         settings = dataclasses.replace(config, **choose(trial), **own)
         print(f"run {number + 1} of {num_trials}: {trial.params}", flush=True)

@@ -20,7 +20,7 @@ _GIVE_MODEL = "build the model yourself, and give it: load_model(path, model)"
 def load_model(path: str, model: keras.Model | None = None) -> keras.Model:
     """Loads a trained model, which any backend may have written, on any number of devices.
 
-    A file brings data, never code: its layers are those of Keras, and classes that are registered here.
+    A file brings data, never code: its layers are Keras' layers and the classes that are registered here.
 
     Args:
         path: a `.keras` or `.weights.h5` file, one checkpoint (`.safetensors`), or the workdir of a run, or a folder or

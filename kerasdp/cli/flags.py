@@ -193,7 +193,7 @@ RECIPES = {
         own=["preset", "weights", "lora_rank"],
         refused={
             "the model has been built": ["model"],
-            "the data are those of a function of yours: --dataset=mine.py:data": ["data_dir"],
+            "the data come from your function: --dataset=mine.py:data": ["data_dir"],
         },
         defaults={"weights": "none", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 2},
     ),

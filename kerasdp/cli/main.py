@@ -154,7 +154,7 @@ def _from_scratch(given: dict[str, Any], own: Own) -> tuple[Config]:
     return (_config(given),)
 
 
-# The recipes that use a trained model, by their choices beside those of a run.
+# The recipes that use a trained model, and the flags that they add to the flags of a run.
 _USES = {"evaluate": ["checkpoint"], "predict": ["checkpoint", "output"], "export": ["checkpoint", "to"]}
 _NEEDED = {
     "checkpoint": "the --workdir of a run, a checkpoint, or a .keras file",
@@ -190,7 +190,7 @@ def _finetune(given: dict[str, Any], own: Own) -> tuple[Config, int, str | None,
     if (own.preset or weights) and ":" not in given.get("dataset", ""):
         raise UserError("--dataset=FILE.py:FUNCTION is needed, to fine-tune on")
     if not (own.preset or weights) and "dataset" in given:
-        raise UserError("--dataset has no effect here: the recipe trains a model of its own: add --weights or --preset")
+        raise UserError("--dataset has no effect here: the recipe trains its own model: add --weights or --preset")
     return _config(given), own.lora_rank, weights, own.preset
 
 

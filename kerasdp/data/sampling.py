@@ -188,7 +188,7 @@ class Split:
     def rows_of_process(self, num_rows: int, shard: tuple[int, int]) -> np.ndarray:
         """Returns the indices, within a batch of `num_rows`, of the rows of one process's replicas, in order.
 
-        Each replica has its rows of the first micro-batch, then those of the next. Padding is the last row of the
+        Each replica has its rows of the first micro-batch, then its rows of the next. Padding is the last row of the
         micro-batch.
 
         Args:

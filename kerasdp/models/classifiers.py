@@ -1,4 +1,4 @@
-"""The models of images: the built-in ones, and those of keras.applications without their head.
+"""The models of images: the built-in models, and the models of keras.applications without their head.
 
 The built-in ones, from the smallest to the largest, are plain Keras. Each takes `input_shape`, `(height, width,
 channels)`; `num_classes`, the number of logits; and `kernel_initializer`, of every kernel, None: Glorot uniform. It

@@ -1,4 +1,4 @@
-"""Cuts a functional Keras model into stages with about equally many weights; their layers are those of the whole."""
+"""Cuts a functional Keras model into stages with about equally many weights. The stages share the model's layers."""
 
 import dataclasses
 from typing import Any

@@ -49,7 +49,7 @@ class Data(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the passes of a step leave for its end: those of micro-batches add up, by `added`.
+    """What the passes of a step leave for its end. `added` sums it over micro-batches.
 
     Attributes:
         shared: by name, what is to be summed over the replicas.
@@ -77,8 +77,8 @@ class GlobalBatch:
     """Loss and metrics of a global batch on one replica, after its forward pass, or the last one of its micro-batches.
 
     Attributes:
-        loss: its gradients, averaged over the replicas and added up over micro-batches, are those of the global
-            batch's loss.
+        loss: its gradients, averaged over the replicas and added up over micro-batches, are the
+            gradients of the global batch's loss.
         sums: of this pass; once there are more, of all.
         is_of_own_rows: whether the loss is a sum over the replicas' rows, else it is computed of all rows.
     """
@@ -97,7 +97,7 @@ class GlobalBatch:
             training: as Keras means it.
             add_up: sums a number over the replicas, for what the loss is divided by.
             total_rows: of the global batch. None: `num_rows`.
-            share: of the micro-batch's loss in that of the global batch.
+            share: the weight of the micro-batch's loss in the loss of the global batch.
         """
         from kerasdp.portability.layers import pack_moving
 
@@ -173,7 +173,7 @@ class GlobalBatch:
         return self.model.compute_metrics(inputs, whole.targets, outputs, sample_weight=whole.sample_weight)
 
     def _joined(self) -> Data:
-        """Returns all rows of the global batch, of those of its micro-batches."""
+        """Joins the rows of the micro-batches to the rows of the global batch."""
         kept, context = self.sums.kept, cast(ReplicaContext, self.context)
         counts = [(self._total_rows - self.num_rows) // max(len(kept) - 1, 1)] * (len(kept) - 1) + [self.num_rows]
         inputs, targets, outputs, sample_weight = zip(*kept)
@@ -287,7 +287,7 @@ class GlobalBatch:
 
 
 def refuse_masks(model: keras.Model, outputs: Any) -> None:
-    """Raises `UserError` if outputs of a micro-batch carry masks: a loss divides by what those of the batch leave."""
+    """Raises `UserError` if outputs of a micro-batch carry masks, by which a loss needs the whole batch."""
     if any(map(has_mask, keras.tree.flatten(outputs))):
         raise UserError(
             f"--accumulate: the outputs of {model.name} carry a mask, by which its loss needs the whole batch at once; "
@@ -296,7 +296,7 @@ def refuse_masks(model: keras.Model, outputs: Any) -> None:
 
 
 def joined_rows(parts: Sequence[Any], counts: list[int], axis_of: Callable[[int, Tensor], RowAxis | None]) -> Any:
-    """Returns structures of tensors of all rows, of those of each micro-batch.
+    """Joins the rows of the micro-batches in each tensor of a structure.
 
     Args:
         parts: structures of tensors, alike.

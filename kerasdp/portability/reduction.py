@@ -233,7 +233,7 @@ def _are_equal(received: Any, expected: Any) -> bool:
 
 
 def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, instead: str) -> list[float]:
-    """Returns the weight of each micro-batch's loss in that of the global batch.
+    """Returns the weight of each micro-batch's loss in the loss of the global batch.
 
     Args:
         model: compiled, and its losses built.

@@ -46,7 +46,7 @@ class RowAxis(NamedTuple):
         return ops.moveaxis(tensor, 0, self.axis) if self.axis else tensor
 
     def joined(self, tensors: list[Any], counts: list[int]) -> Any:
-        """Returns the tensor of all rows, of those of some rows each; `counts`: how many."""
+        """Joins tensors of some rows each to one of all rows; `counts`: rows of each tensor."""
         from keras import ops
 
         whole = ops.concatenate([self.rows_first(tensor, count) for tensor, count in zip(tensors, counts)])

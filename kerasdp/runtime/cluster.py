@@ -1,4 +1,4 @@
-"""Finds out which of a run's processes this one is, and lets those of several machines compare what they were given."""
+"""Finds the place of this process in the run, and compares what the processes of several machines were given."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ class Cluster:
         source: what says so: `"torchrun"`, `"slurm"`, ...
         num_processes: that were started.
         process: number of this one, from 0.
-        local_process: number of this one among those of its machine.
+        local_process: number of this process on its machine.
     """
 
     source: str

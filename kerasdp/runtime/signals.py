@@ -81,7 +81,7 @@ def noticed() -> Iterator[None]:
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting.
 
-    Ctrl-C is passed on as SIGUSR1: they do not heed SIGINT, which a terminal sends to each of them, too. A second one
+    Ctrl-C is passed on as SIGUSR1: they ignore SIGINT, which a terminal sends to each of them, too. A second one
     is raised here.
 
     Args:

@@ -33,7 +33,7 @@ _SECONDS_TO_END = 5.0
 # A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
 # that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
-# After a signal, and after a second one: what does not heed it is killed. Kubernetes waits for 30 s, Docker for 10 s.
+# After a signal, and after a second one: what still runs is killed. Kubernetes waits for 30 s, Docker for 10 s.
 _SECONDS_TO_HEED, _SECONDS_TO_HEED_AGAIN = 20.0, 5.0
 # For each to write where it stands.
 _SECONDS_TO_WRITE = 1.0
@@ -174,7 +174,7 @@ class Workers:
                     raise self._error(*failed) from None
             elif not living:
                 return
-            elif error := self._hanging() or self._unheeded():
+            elif error := self._hanging() or self._ignored_signal():
                 raise error
 
     def _hanging(self) -> WorkerError | None:
@@ -188,7 +188,7 @@ class Workers:
         where = watchdog.describe_stacks(stacks)
         return WorkerError(f"{where}: nothing moved for {seconds} s; a higher --hang_timeout waits longer")
 
-    def _unheeded(self) -> SystemExit | None:
+    def _ignored_signal(self) -> SystemExit | None:
         """Returns the end of workers that have not noted a signal that was passed on to them, or a second one."""
         passed = signals.seconds_since_passed_on()
         if not passed:
@@ -199,7 +199,7 @@ class Workers:
         if (seconds <= _SECONDS_TO_HEED or have_noted) and max(again, default=0.0) <= _SECONDS_TO_HEED_AGAIN:
             return None
         words, name = watchdog.describe_stacks(self._stacks()), signal.Signals(number).name
-        print(f"{name} was not heeded for {seconds:.0f} s: {words}; killed", file=sys.stderr, flush=True)
+        print(f"{name} was ignored for {seconds:.0f} s: {words}; killed", file=sys.stderr, flush=True)
         return SystemExit(128 + number)
 
     def _stacks(self) -> dict[str, str]:

@@ -343,7 +343,7 @@ def _have_changed(variables: list[keras.Variable], before: list[np.ndarray]) -> 
 
 
 def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
-    """Refuses to train once other layers are frozen: a pipeline is made for those of `compile`."""
+    """Refuses to train once other layers are frozen: a pipeline is made for the weights that `compile` saw."""
     weights = TrainedWeights(model)
     key = weights.key()
 

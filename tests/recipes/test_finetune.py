@@ -145,7 +145,7 @@ def test_what_trains():
     [
         (["--lora_rank=-1"], "--lora_rank: expected a whole number of at least 0. Received: -1"),
         (["--preset=a", "--weights=b"], "--preset and --weights both name the model: leave out one of them"),
-        (["--dataset=digits"], "--dataset has no effect here: the recipe trains a model of its own"),
+        (["--dataset=digits"], "--dataset has no effect here: the recipe trains its own model"),
         (["--model=lenet"], "--model has no effect here: the model has been built"),
         (["--weights=b"], "--dataset=FILE.py:FUNCTION is needed, to fine-tune on"),
         (["--checkpoint_weights=some"], "--checkpoint_weights: expected one of all, trained. Received: 'some'"),

@@ -137,7 +137,7 @@ def test_a_worker_that_ignores_a_signal_is_killed(tmp_path, monkeypatch, capsys)
     code, seconds = signalled(tmp_path, ignore_signals, 1)
     assert code == 128 + signal.SIGTERM and 2 < seconds < 5
     assert re.search(
-        r"SIGTERM was not heeded for 2 s: the worker hangs at .*, in ignore_signals; killed", capsys.readouterr().err
+        r"SIGTERM was ignored for 2 s: the worker hangs at .*, in ignore_signals; killed", capsys.readouterr().err
     )
 
 

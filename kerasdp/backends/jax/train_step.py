@@ -319,7 +319,7 @@ class Computed(NamedTuple):
         gradients: of the trainable weights.
         rows: inputs, targets, the model's outputs and sample weights, without padding.
         non_trainable: new values of the variables that are not trained.
-        metrics: likewise of those of the metrics.
+        metrics: likewise, of the metrics.
         found: what `forward_pass` recorded.
     """
 
@@ -394,7 +394,7 @@ def _keeping_variables_of(model: Any) -> AbstractContextManager[None]:
 def _in_micro_batches(
     model: Any, state: Any, shards: Shards, data: tuple[Any, ...], split: Split, context: ReplicaContext | None
 ) -> Computed:
-    """Computes the global batch in micro-batches, one after the other: those of equal size in a loop of the program.
+    """Computes the global batch in micro-batches, one after the other. Those of equal size are a loop of the program.
 
     Args:
         model: built and compiled.
