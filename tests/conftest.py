@@ -7,7 +7,6 @@ import tempfile
 import pytest
 
 from kerasdp.errors import from_command_line
-from tests import proofs
 from tests.gpu.report import REPORT, write_report
 from tests.helpers import BACKENDS, SERVERS
 
@@ -22,12 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--budget", metavar="MINUTES", type=float, help="tests on GPUs: the most worth first, none after it"
     )
-    proofs.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets the runs of proofs be written down, and makes the folder where pytest's processes find their servers."""
-    proofs.pytest_configure(config)
+    """Makes the folder where pytest's processes find their servers."""
     if config.option.markexpr != "gpu" and os.path.exists("/dev/nvidia0"):  # all else is for virtual CPU devices
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if SERVERS not in os.environ:
