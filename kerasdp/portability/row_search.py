@@ -384,12 +384,17 @@ def fixed_values(model: keras.Model, noise: float = 0.0) -> list[tuple[keras.Var
 
     `noise`: by how much each weight is changed, up or down, as a share of it.
     """
-    arrays = [to_array(variable.value) for variable in model.variables]
-    if noise:
-        signs = np.random.RandomState(0)
-        changes = (1 + noise * signs.choice([-1.0, 1.0], array.shape) for array in arrays)
-        arrays = [
-            array if array.dtype.kind != "f" else np.asarray(array * change, array.dtype)
-            for array, change in zip(arrays, changes)
-        ]
+    arrays = with_noise([to_array(variable.value) for variable in model.variables], noise)
     return [(variable, ops.convert_to_tensor(array)) for variable, array in zip(model.variables, arrays)]
+
+
+def with_noise(arrays: Any, noise: float) -> Any:
+    """Changes each number in a structure of arrays up or down, by a share of it; not whole numbers."""
+    signs = np.random.RandomState(0)
+
+    def change(array: Any) -> Any:
+        if not noise or getattr(getattr(array, "dtype", None), "kind", "") != "f":
+            return array
+        return np.asarray(array * (1 + noise * signs.choice([-1.0, 1.0], array.shape)), array.dtype)
+
+    return keras.tree.map_structure(change, arrays)

@@ -42,6 +42,7 @@ from kerasdp.portability.row_search import (
     to_array,
     tolerance_of,
     trial,
+    with_noise,
 )
 from kerasdp.reporting import report
 from kerasdp.runtime.model_cache import ModelCache
@@ -224,13 +225,11 @@ def _is_user_defined(layer: keras.layers.Layer) -> bool:
 def _calls_with_all_rows(model: keras.Model, name: str, reader: Reader, strategy: Strategy) -> bool:
     """Lets each device call the layer of that name with the rows of all; returns whether that can be."""
     layer = next((layer for own, layer in layers_within(model) if f"layer {own}" == name), None)
-    if layer is None:
-        return False
-    try:
-        find_row_axes(model, reader.sample(NUM_ROWS)[0], layer)
-    except UserError:  # where the rows are in what it gets or gives is not known
-        return False
-    return True
+    if layer is not None:
+        with contextlib.suppress(UserError):  # where the rows are in what it gets or gives is not known
+            find_row_axes(model, reader.sample(NUM_ROWS)[0], layer)
+            return True
+    return False
 
 
 def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
@@ -379,9 +378,10 @@ def _statistics_of_whole_batch(model: keras.Model) -> Iterator[None]:
 def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool, noise: float = 0.0) -> ShardPass:
     """Runs a forward pass of training on one device.
 
-    `noise`: by how much each weight is changed, up or down, as a share of it.
+    `noise`: by how much each weight and each number of the inputs is changed, up or down, as a share of it. What is
+    left of inputs that are all the same, behind a batch norm, is round-off alone.
     """
-    inputs, targets, sample_weight = rows_of(data, slice(None))
+    inputs, targets, sample_weight = rows_of((with_noise(data[0], noise), *data[1:]), slice(None))
     # One scope for both: it holds the penalties of activities.
     with keras.StatelessScope(fixed_values(model, noise), collect_losses=True):
         with shard_outputs(model) as layers:

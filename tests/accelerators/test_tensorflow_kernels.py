@@ -8,14 +8,11 @@ from tests.helpers import PROGRAMS, result_of, run
 LEFT = {
     # The loss of float64, which is for telling round-off from mistakes.
     "float64": {("no kernel", "SparseSoftmaxCrossEntropyWithLogits")},
-    # Which is refused on GPUs: see `test_what_gpus_cannot_sum_is_refused`.
-    "sent-bfloat16": {("not for NCCL", "CollectiveReduceV2")},
 }
 ONE = ["convnet", "kept", "kept-several", "float16", "tokens", "kept-tokens", "accumulate", "accumulate-float16"]
 TWO = [
     "lenet", "adam", "convnet", "clipnorm", "replica", "uneven", "uneven-replica", "bfloat16", "float16", "float64",
-    "sent-bfloat16", "kept", "several", "kept-several", "tokens", "kept-tokens", "accumulate",
-    "resnet18", "resnet50",
+    "kept", "several", "kept-several", "tokens", "kept-tokens", "accumulate", "resnet18", "resnet50",
 ]  # fmt: skip
 
 

@@ -94,11 +94,12 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.proof
 @pytest.mark.parametrize("new", BACKENDS)
 def test_a_pipeline_resumes_on_another_backend(new, undisturbed, tmp_path):
-    """Stopped by a signal in its second epoch."""
+    """Stopped by a signal in its second epoch; its batch norms see 4 rows at a time on each backend."""
     whole, whole_files = undisturbed
+    same_rows = STAGES if new == "torch" else {"accumulate": 4}
     done = train_resumable(tmp_path / "run", "torch", 2, trouble="signal", at_step=17, **STAGES)
     assert done.returncode == 99, done.stderr
-    result = result_of(train_resumable(tmp_path / "run", new, 2, resume=True, **(STAGES if new == "torch" else {})))
+    result = result_of(train_resumable(tmp_path / "run", new, 2, resume=True, **same_rows))
     if new == "torch":
         assert result == whole
         assert files_of_run(tmp_path / "run") == whole_files

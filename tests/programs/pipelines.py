@@ -83,8 +83,9 @@ def train(runner):
             losses.values = by_hand(keras, model, x, kinds)
         else:
             runner.fit(model, x, kinds, epochs=2, shuffle=False, callbacks=[losses])
-            schedules = runner.strategy.stages.engine_of(model)._schedules.values()
-            extra = {"schedules": sorted({type(schedule).__name__ for schedule in schedules})}
+            if runner.strategy.stages is not None:
+                schedules = runner.strategy.stages.engine_of(model)._schedules.values()
+                extra = {"schedules": sorted({type(schedule).__name__ for schedule in schedules})}
     weights = [keras.ops.convert_to_numpy(weight).astype("float64").flatten().tolist() for weight in model.weights]
     return {"losses": losses.values, "weights": weights, **extra}
 
