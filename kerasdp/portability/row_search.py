@@ -389,7 +389,7 @@ def fixed_values(model: keras.Model, noise: float = 0.0) -> list[tuple[keras.Var
 
 
 def with_noise(arrays: Any, noise: float) -> Any:
-    """Changes each number in a structure of arrays up or down, by a share of it; not whole numbers."""
+    """Multiplies each float in a structure of arrays by `1 + noise` or `1 - noise`; integers stay."""
     signs = np.random.RandomState(0)
 
     def change(array: Any) -> Any:

@@ -34,7 +34,7 @@ _SECONDS_TO_END = 5.0
 # that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
 # After a signal, and after a second one: what still runs is killed. Kubernetes waits for 30 s, Docker for 10 s.
-_SECONDS_TO_HEED, _SECONDS_TO_HEED_AGAIN = 20.0, 5.0
+_SECONDS_TO_STOP, _SECONDS_TO_STOP_AGAIN = 20.0, 5.0
 # For each to write where it stands.
 _SECONDS_TO_WRITE = 1.0
 # Of where it is, how it ends and what it returns.
@@ -196,7 +196,7 @@ class Workers:
         number, seconds = passed[0]
         again = [since for _, since in passed[1:] if seconds - since > signals.SECONDS_OF_ONE]
         have_noted = all(map(outcome.has_noted_signal, self._places))
-        if (seconds <= _SECONDS_TO_HEED or have_noted) and max(again, default=0.0) <= _SECONDS_TO_HEED_AGAIN:
+        if (seconds <= _SECONDS_TO_STOP or have_noted) and max(again, default=0.0) <= _SECONDS_TO_STOP_AGAIN:
             return None
         words, name = watchdog.describe_stacks(self._stacks()), signal.Signals(number).name
         print(f"{name} was ignored for {seconds:.0f} s: {words}; killed", file=sys.stderr, flush=True)

@@ -133,7 +133,7 @@ def signalled(tmp_path, work_of_rank, count, seconds_between=2.5):
 
 
 def test_a_worker_that_ignores_a_signal_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(workers, "_SECONDS_TO_HEED", 2.0)
+    monkeypatch.setattr(workers, "_SECONDS_TO_STOP", 2.0)
     code, seconds = signalled(tmp_path, ignore_signals, 1)
     assert code == 128 + signal.SIGTERM and 2 < seconds < 5
     assert re.search(
@@ -142,13 +142,13 @@ def test_a_worker_that_ignores_a_signal_is_killed(tmp_path, monkeypatch, capsys)
 
 
 def test_a_worker_that_finishes_its_step_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_SECONDS_TO_HEED", 1.0)
+    monkeypatch.setattr(workers, "_SECONDS_TO_STOP", 1.0)
     code, seconds = signalled(tmp_path, finish_step, 1)
     assert code == 128 + signal.SIGTERM and seconds > 3
 
 
 def test_a_second_signal_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_SECONDS_TO_HEED_AGAIN", 1.0)
+    monkeypatch.setattr(workers, "_SECONDS_TO_STOP_AGAIN", 1.0)
     code, seconds = signalled(tmp_path, ignore_signals, 2)
     assert code == 128 + signal.SIGTERM and 1 < seconds < 4
 

@@ -394,7 +394,7 @@ def _keeping_variables_of(model: Any) -> AbstractContextManager[None]:
 def _in_micro_batches(
     model: Any, state: Any, shards: Shards, data: tuple[Any, ...], split: Split, context: ReplicaContext | None
 ) -> Computed:
-    """Computes the global batch in micro-batches, one after the other. Those of equal size are a loop of the program.
+    """Computes the global batch in micro-batches, one after the other; equal ones run in one loop.
 
     Args:
         model: built and compiled.
