@@ -378,8 +378,8 @@ def _statistics_of_whole_batch(model: keras.Model) -> Iterator[None]:
 def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool, noise: float = 0.0) -> ShardPass:
     """Runs a forward pass of training on one device.
 
-    `noise`: by how much each weight and each number of the inputs is changed, up or down, as a share of it. What is
-    left of inputs that are all the same, behind a batch norm, is round-off alone.
+    `noise`: by how much each weight and each number of the inputs is changed, up or down, as a share of it. When
+    all inputs are the same, a batch norm leaves round-off alone.
     """
     inputs, targets, sample_weight = rows_of((with_noise(data[0], noise), *data[1:]), slice(None))
     # One scope for both: it holds the penalties of activities.
