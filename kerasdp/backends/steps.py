@@ -1,12 +1,13 @@
 """Holds what the step functions of all backends share."""
 
 import abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.data.sampling import ReplicaRows
+from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.sharding import bytes_of
@@ -134,12 +135,14 @@ class Pass(NamedTuple):
         replicas: the rows of all of them.
         total_rows: of the global batch; None if this is the whole.
         share: the weight of this pass' loss in the loss of the global batch.
+        is_last: whether it is the last pass of the step.
     """
 
     batch: DeviceBatch
     replicas: tuple[ReplicaRows, ...]
     total_rows: int | None = None
     share: float = 1.0
+    is_last: bool = True
 
 
 def add_gradients(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
@@ -161,12 +164,149 @@ def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
         seed.assign(value)
 
 
-class ShardSteps(abc.ABC):
+# What was recorded in a forward pass.
+Found = dict[str, Any]
+# Computes the loss of a pass that is differentiated, loss and metrics of its rows, and what was recorded.
+LossOfPass = Callable[[Pass], tuple[Tensor, "GlobalBatch", Found]]
+# Gradients, averaged over the replicas, and sums.
+Received = tuple[list[Tensor | None], dict[str, Tensor]]
+
+
+class Replica(abc.ABC):
+    """What a training step needs of the replica that it runs on: see `kerasdp.backends.fit_step`.
+
+    Attributes:
+        model: built.
+        module: the model, or what it is wrapped in, whose call a training step differentiates.
+    """
+
+    def __init__(self, model: Any):
+        """Made once for each compiled model."""
+        self.model = self.module = model
+
+    @abc.abstractmethod
+    def training_split(self) -> Split:
+        """Returns how a batch is split, maybe into micro-batches."""
+
+    @abc.abstractmethod
+    def rows_of(self, leaf: Tensor, rows: slice, num_rows: int) -> Tensor:
+        """Returns this replica's rows of a micro-batch.
+
+        Args:
+            leaf: rows of a batch.
+            rows: where they are among those of a replica.
+            num_rows: of the micro-batch, over all replicas.
+        """
+
+    def passes(self, batch: DeviceBatch) -> list[Pass]:
+        """Returns what a training step on this batch computes, one after the other."""
+        import keras
+
+        from kerasdp.portability.reduction import shares_of
+
+        total_rows, is_weighted = len(batch.indices), batch.sample_weight is not None
+        micro_batches = self.training_split().micro_batches(total_rows)
+        if len(micro_batches) == 1:
+            return [Pass(batch, micro_batches[0])]
+        counts = [sum(each.num_rows for each in replicas) for replicas in micro_batches]
+        shares = shares_of(self.model, counts, is_weighted=is_weighted, instead="leave out --accumulate")
+        found, first = [], 0
+        for replicas, count, share in zip(micro_batches, counts, shares):
+            rows = slice(first, first := first + replicas[0].size)
+            data = keras.tree.map_structure(
+                lambda leaf, rows=rows, count=count: None if leaf is None else self.rows_of(leaf, rows, count),
+                tuple(batch[:3]),
+            )
+            is_last = len(found) == len(counts) - 1
+            found.append(Pass(DeviceBatch(*data, range(count)), replicas, total_rows, share, is_last))
+        return found
+
+    @abc.abstractmethod
+    def context_of_pass(self, one: Pass) -> ReplicaContext | None:
+        """Returns the context of the layers in a pass of a training step; None: they have the whole batch."""
+
+    @abc.abstractmethod
+    def differentiate(self, compute: "LossOfPass", one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """Runs `compute` on a pass; returns the loss' gradients by the trained weights, and what else it gives."""
+
+    @abc.abstractmethod
+    def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
+        """Averages gradients over the replicas, and sums other tensors; returns what gives both, as often as called."""
+
+    @abc.abstractmethod
+    def update(self, update: Callable[[], None]) -> None:
+        """Runs what assigns a step's new values to the variables of this replica."""
+
+    def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
+        """Returns a pass that begins once these gradients are there."""
+        return one
+
+    def whole_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the whole gradients, where a replica has parts of them."""
+        return gradients
+
+    def add_up_passes(
+        self, compute: "LossOfPass", passes: list[Pass]
+    ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """Differentiates each pass of a step, one after the other; see `differentiate`. What adds up is added."""
+        from keras import ops
+
+        from kerasdp.keras_compat.layers import seed_variables
+        from kerasdp.portability.global_batch import added
+
+        if len(passes) == 1:
+            return self.differentiate(compute, passes[0])
+        seeds = [(seed, ops.copy(seed.value)) for seed in seed_variables(self.model)]
+        gradients: list[Tensor | None] = [None for _ in self.model.trainable_weights]
+        sums = None
+        for one in passes:
+            restart_seeds(seeds)
+            own, share, found = self.differentiate(compute, self.after(gradients, one))
+            add_gradients(gradients, own)
+            sums = share.sums = added(sums, share.sums)
+        return gradients, share, found
+
+    def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
+        """Returns what is differentiated."""
+        return self.model.optimizer.scale_loss(whole.loss)
+
+    @abc.abstractmethod
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor over the replicas."""
+
+    def forward(self, module: Any, inputs: Any, training: bool) -> Any:
+        """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
+        return module(inputs, **{"training": training} if "training" in self.model.call_signature_parameters else {})
+
+    def global_batch(
+        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool,
+        total_rows: int | None = None, share: float = 1.0,
+    ) -> "GlobalBatch":  # fmt: skip
+        """Computes the loss, from the outputs of the replica's rows; `total_rows`, `share`: see `Pass`."""
+        from kerasdp.portability.global_batch import Data, GlobalBatch
+
+        inputs, targets, sample_weight, indices = batch
+        return GlobalBatch(
+            self.model,
+            context,
+            Data(inputs, targets, outputs, sample_weight),
+            len(indices),
+            training=training,
+            add_up=self.add_up,
+            total_rows=total_rows,
+            share=share,
+        )
+
+    def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
+        """Computes the loss of a pass of a training step, from the outputs of the replica's rows."""
+        return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)
+
+
+class ShardSteps(Replica):
     """Runs the steps of one model on one replica's rows of a batch, with padding; sums go over all replicas.
 
     Attributes:
         strategy: of the run.
-        model: built.
         own: the names of its steps that are user-defined.
     """
 
@@ -174,11 +314,17 @@ class ShardSteps(abc.ABC):
         """Made once for each compiled model."""
         from kerasdp.keras_compat.models import own_steps
 
-        self.strategy, self.model, self.own = strategy, model, own_steps(model)
+        super().__init__(model)
+        self.strategy, self.own = strategy, own_steps(model)
 
-    @abc.abstractmethod
-    def add_up(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over the replicas."""
+    def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
+        """See `Replica`.
+
+        Gradients are averaged over the replicas, so a replica's are as many times too large as there are replicas.
+        Where float8 keeps how large they are, each replica takes its share of the loss; see `joined`.
+        """
+        divisor = self._loss_divisor()
+        return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
 
     @abc.abstractmethod
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,15 +359,6 @@ class ShardSteps(abc.ABC):
         replicas, rank = self.strategy.split.replicas(num_rows), self.rank()
         return keras.tree.map_structure(lambda rows: self.gather_shards(rows, replicas[rank], replicas), outputs)
 
-    def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
-        """Returns what is differentiated.
-
-        Gradients are averaged over the replicas, so a replica's are as many times too large as there are replicas.
-        Where float8 keeps how large they are, each replica takes its share of the loss; see `joined`.
-        """
-        divisor = self._loss_divisor()
-        return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
-
     @abc.abstractmethod
     def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """Returns the largest of each number over the replicas; None stays None."""
@@ -245,27 +382,13 @@ class ShardSteps(abc.ABC):
 
         return self.strategy.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
 
-    def passes(self, batch: DeviceBatch) -> list[Pass]:
-        """Returns what a training step on this batch computes, one after the other."""
-        import keras
+    def training_split(self) -> Split:
+        """See `Replica`."""
+        return self.strategy.training_split
 
-        from kerasdp.portability.reduction import shares_of
-
-        total_rows = len(batch.indices)
-        micro_batches = self.strategy.training_split.micro_batches(total_rows)
-        if len(micro_batches) == 1:
-            return [Pass(batch, micro_batches[0])]
-        counts = [sum(each.num_rows for each in replicas) for replicas in micro_batches]
-        is_weighted = batch.sample_weight is not None
-        shares = shares_of(self.model, counts, is_weighted=is_weighted, instead="leave out --accumulate")
-        found, first = [], 0
-        for replicas, count, share in zip(micro_batches, counts, shares):
-            own = slice(first, first := first + replicas[0].size)
-            inputs, targets, weights = keras.tree.map_structure(
-                lambda leaf, own=own: None if leaf is None else leaf[own], batch[:3]
-            )
-            found.append(Pass(DeviceBatch(inputs, targets, weights, range(count)), replicas, total_rows, share))
-        return found
+    def rows_of(self, leaf: Tensor, rows: slice, num_rows: int) -> Tensor:
+        """See `Replica`."""
+        return leaf[rows]
 
     def context(
         self, batch: DeviceBatch, step: str = "call", replicas: tuple[ReplicaRows, ...] = (),
@@ -296,10 +419,6 @@ class ShardSteps(abc.ABC):
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
         """Returns the context of a pass of a training step."""
         return self.context(one.batch, "call", one.replicas, one.total_rows)
-
-    def forward(self, module: Any, inputs: Any, training: bool) -> Any:
-        """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
-        return module(inputs, **{"training": training} if "training" in self.model.call_signature_parameters else {})
 
     def test(self, batch: DeviceBatch) -> dict[str, Any]:
         """Evaluates the global batch; returns Keras' logs."""
@@ -341,26 +460,3 @@ class ShardSteps(abc.ABC):
             whole = self.global_batch(batch, outputs, context, training=True)
             loss = whole.take(self.sums(whole.sums.shared))
         return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
-
-    def global_batch(
-        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool,
-        total_rows: int | None = None, share: float = 1.0,
-    ) -> "GlobalBatch":  # fmt: skip
-        """Computes the loss, from the outputs of the replica's rows; `total_rows`, `share`: see `Pass`."""
-        from kerasdp.portability.global_batch import Data, GlobalBatch
-
-        inputs, targets, sample_weight, indices = batch
-        return GlobalBatch(
-            self.model,
-            context,
-            Data(inputs, targets, outputs, sample_weight),
-            len(indices),
-            training=training,
-            add_up=self.add_up,
-            total_rows=total_rows,
-            share=share,
-        )
-
-    def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
-        """Computes the loss of a pass of a training step, from the outputs of the replica's rows."""
-        return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)

@@ -14,7 +14,7 @@ import keras
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import has_mask, mask_of, with_mask
+from kerasdp.keras_compat.layers import has_mask, mask_of, set_mask, with_mask
 from kerasdp.keras_compat.models import (
     compiled_loss,
     compiled_variables,
@@ -118,6 +118,17 @@ class GlobalBatch:
         self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
         if context is not None and context.moving:
             self.sums.shared["moving"] = pack_moving(context.moving)
+
+    def tensors(self) -> Any:
+        """Returns what a function that is differentiated on jax must return, for `with_tensors`."""
+        outputs = self._padded.outputs
+        return self.sums, outputs, keras.tree.map_structure(mask_of, outputs)
+
+    def with_tensors(self, tensors: Any) -> "GlobalBatch":
+        """Takes what has become of `tensors` outside of that function."""
+        self.sums, outputs, masks = tensors
+        self._padded = self._padded._replace(outputs=keras.tree.map_structure(set_mask, outputs, masks))
+        return self
 
     def whole(self) -> Data:
         """Returns all rows of the global batch; gathers them when it is first called."""

@@ -4,24 +4,34 @@ import dataclasses
 import functools
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights, learning_rate, optimizers_of, variables_of_own_step
-from kerasdp.data.sampling import Split
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor, Trained
+from kerasdp.backends.fit_step import fit_step
+from kerasdp.backends.steps import (
+    Found,
+    LossOfPass,
+    Pass,
+    Received,
+    Replica,
+    TrainedWeights,
+    optimizers_of,
+    variables_of_own_step,
+)
+from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
 if TYPE_CHECKING:
     import keras
+
+    from kerasdp.portability.global_batch import GlobalBatch
 
 
 class ModelState:
@@ -135,13 +145,7 @@ def _state_of(model: "keras.Model", step: str, shards: Shards) -> ModelState:
     """
     from kerasdp.keras_compat.models import portable_steps
 
-    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
-    weights, metrics = (model.trainable_variables, model.non_trainable_variables), model.metrics_variables
-    slots = [] if optimizer is None else optimizer.variables
-    variables = {"train": (*weights, slots, metrics), "test": (*weights, metrics), "predict": weights}[step]
-    if f"{step}_step" in portable_steps(model):
-        variables = _lists_of_portable(model)
-
+    variables = _lists_of_portable(model) if f"{step}_step" in portable_steps(model) else _lists_of(model, step)
     all_slots = [slot for each in optimizers_of(model) for slot in each.variables] if shards.what == "optimizer" else []
     are_cut = set(map(id, all_slots))
 
@@ -152,6 +156,14 @@ def _state_of(model: "keras.Model", step: str, shards: Shards) -> ModelState:
         return found if isinstance(found, NamedSharding) else shards.replicated
 
     return ModelState(variables, [list(map(sharding_of, each)) for each in variables])
+
+
+def _lists_of(model: "keras.Model", step: str) -> tuple[list["keras.Variable"], ...]:
+    """Returns the lists of variables that Keras' own steps take; `step`: see `_state_of`."""
+    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+    weights, metrics = (model.trainable_variables, model.non_trainable_variables), model.metrics_variables
+    slots = [] if optimizer is None else optimizer.variables
+    return {"train": (*weights, slots, metrics), "test": (*weights, metrics), "predict": weights}[step]
 
 
 def make_step_functions(
@@ -176,7 +188,9 @@ def make_step_functions(
 
     own, weights = own_steps(model), TrainedWeights(model)
 
-    def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+    def train_step(detail: Detail, state: Any, data: DeviceBatch) -> tuple[Any, Any]:
+        from kerasdp.portability.gradients import in_scope
+
         with use(context):
             if "train_step" in portable_steps(model):
                 logs, state = _portable_step(model, "train_step", state, data)
@@ -184,12 +198,10 @@ def make_step_functions(
             if "train_step" in own:
                 logs, state = model.train_step(state, _packed(data))
                 return (logs.get("loss"), None, logs, {}), state
-            if len(split_of_training().micro_batches(len(data[3]))) > 1:
-                compute = functools.partial(_in_micro_batches, data=data, split=split_of_training(), context=context)
-                detail = Detail.NOTHING
-            else:
-                compute = functools.partial(_in_one_pass, data=_cut(data), detail=detail)
-            return _train_step(model, state, compute, detail, shards)
+        replica = WholeBatch(model, shards, context, split_of_training())
+        with step_with(kept=set(map(id, model.non_trainable_variables))):
+            done, state = in_scope(_lists_of(model, "train"), state, lambda: fit_step(replica, data, detail))
+        return tuple(done), state
 
     def on_state(step: Callable[..., Any], name: str) -> Callable[[Any], Any]:
         made: dict[Any, Callable[[Any], Any]] = {}
@@ -311,243 +323,153 @@ def _packed(data: tuple[Any, ...]) -> Any:
     return as_keras_gives(_cut(data))
 
 
-class Computed(NamedTuple):
-    """What the passes of a training step compute of the global batch, before its update.
-
-    Attributes:
-        loss: scalar.
-        gradients: of the trainable weights.
-        rows: inputs, targets, the model's outputs and sample weights, without padding.
-        non_trainable: new values of the variables that are not trained.
-        metrics: likewise, of the metrics.
-        found: what `forward_pass` recorded.
-    """
-
-    loss: jax.Array
-    gradients: list[Any]
-    rows: tuple[Any, Any, Any, Any]
-    non_trainable: list[Any]
-    metrics: list[Any]
-    found: dict[str, Any]
-
-
-def _train_step(
-    model: Any, state: Any, compute: Callable[..., Computed], detail: Detail, shards: Shards
-) -> tuple[Any, Any]:
-    """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed, and the state.
-
-    It is Keras' own step, in one program for all devices: XLA adds the sums over them. Keras' logs hold the mean of the
-    epoch, so the loss of the batch is returned besides.
-    """
-    import keras
-
-    from kerasdp.backends.observer import observed
-    from kerasdp.keras_compat.models import update_loss_metric
-
-    trainable, _, optimizer, _ = state
-    # Forward and backward pass.
-    done = compute(model, state, shards)
-    seen = observed(detail, done.gradients, done.found)
-    # The update.
-    with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
-        rate = learning_rate(model.optimizer)
-    trainable, optimizer = _updated(model, state, shards.cut(done.gradients))
-    trainable = shards.cut(trainable)
-    # The metrics.
-    with keras.StatelessScope(list(zip(model.metrics_variables, done.metrics))) as scope:
-        update_loss_metric(model, done.loss, jax.tree.leaves(done.rows[0])[0].shape[0])
-        logs = model.compute_metrics(*done.rows)
-    metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
-    return (done.loss, rate, logs, seen), (trainable, done.non_trainable, optimizer, metrics)
-
-
-def _in_one_pass(model: Any, state: Any, shards: Shards, data: tuple[Any, Any, Any], detail: Detail) -> Computed:
-    """Computes the global batch at once; `data`: inputs, targets and sample weights, without padding."""
-    import keras
-
-    from kerasdp.backends.observer import forward_pass
-    from kerasdp.keras_compat.layers import mask_of, set_mask
-
-    trainable, non_trainable, optimizer, metrics = state
-    inputs, targets, sample_weight = data
-
-    def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
-        # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
-        with forward_pass(detail, model, inputs) as found, _keeping_variables_of(model):
-            loss, updates = model.compute_loss_and_updates(
-                trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
-            )
-        # Only tensors leave, without the masks that layers have left at them.
-        return loss, (updates, keras.tree.map_structure(mask_of, updates[1]), found)
-
-    compute = shards.gathering(loss_and_updates)
-    (_, (updates, masks, found)), gradients = jax.value_and_grad(compute, has_aux=True)(trainable)
-    loss, outputs, non_trainable, metrics = updates
-    outputs = keras.tree.map_structure(set_mask, outputs, masks)
-    return Computed(loss, gradients, (inputs, targets, outputs, sample_weight), non_trainable, metrics, found)
-
-
-def _keeping_variables_of(model: Any) -> AbstractContextManager[None]:
-    return step_with(kept=set(map(id, model.non_trainable_variables)))
-
-
-def _in_micro_batches(
-    model: Any, state: Any, shards: Shards, data: tuple[Any, ...], split: Split, context: ReplicaContext | None
-) -> Computed:
-    """Computes the global batch in micro-batches, one after the other; equal ones run in one loop.
+class WholeBatch(Replica):
+    """Runs a training step on the whole global batch: XLA splits it over the devices, and adds the sums over them.
 
     Args:
         model: built and compiled.
-        state: the values of its variables, in lists.
         shards: what the devices hold in parts.
-        data: inputs, targets and sample weights, each device's rows as `Split.rows_of_process` says; and the indices.
+        context: of the layers; None on one device.
         split: of the batch.
-        context: of a pass over the whole batch; None on one device.
-    """
-    from kerasdp.portability.global_batch import joined_rows
-    from kerasdp.portability.reduction import shares_of
-    from kerasdp.portability.replica_context import FIRST
-
-    rows, total_rows = data[:3], len(data[3])
-    micro_batches = split.micro_batches(total_rows)
-    counts = [sum(each.num_rows for each in replicas) for replicas in micro_batches]
-    shares = shares_of(model, counts, is_weighted=rows[2] is not None, instead="leave out --accumulate")
-    compute = _MicroBatch(model, state, shards, context or ReplicaContext(num_replicas=1), total_rows)
-    size, num_full = micro_batches[0][0].size, counts.count(counts[0])
-
-    def of_device(leaf: jax.Array) -> jax.Array:
-        """Returns an axis of the devices, and then one of the rows of each: nothing moves between them."""
-        return leaf.reshape(split.num_replicas, -1, *leaf.shape[1:])
-
-    def one_by_one(leaf: jax.Array) -> jax.Array:
-        own = of_device(leaf)[:, : num_full * size]
-        own = own.reshape(split.num_replicas, num_full, size, *leaf.shape[1:]).swapaxes(0, 1)
-        return own.reshape(num_full, split.num_replicas * size, *leaf.shape[1:])
-
-    def step(carry: Any, micro_batch: Any) -> tuple[Any, Any]:
-        number, own = micro_batch
-        return compute(carry, own, number * counts[0], counts[0], shares[0])
-
-    full = jax.tree.map(one_by_one, rows)
-    numbers = jnp.arange(num_full, dtype="int32")
-    carry, (losses, outputs) = jax.lax.scan(step, compute.begun(), (numbers, full), unroll=compute.is_written_out)
-    loss = jnp.sum(losses)
-    parts = [jax.tree.map(lambda leaf, number=number: leaf[number], (full, outputs)) for number in range(num_full)]
-    if num_full < len(counts):
-        last = jax.tree.map(
-            lambda leaf: of_device(leaf)[:, num_full * size :].reshape(-1, *leaf.shape[1:])[: counts[-1]], rows
-        )
-        carry, (loss_of_last, outputs) = compute(carry, last, num_full * counts[0], counts[-1], shares[-1])
-        loss, parts = loss + loss_of_last, [*parts, (last, outputs)]
-    inputs, targets, sample_weight = joined_rows([own for own, _ in parts], counts, lambda *_: FIRST)
-    outputs = joined_rows([outputs for _, outputs in parts], counts, compute.context.output_axis)
-    gradients, non_trainable, metrics = carry
-    return Computed(loss, gradients, (inputs, targets, outputs, sample_weight), non_trainable, metrics, {})
-
-
-class _MicroBatch:
-    """Computes one micro-batch after the other; what is carried: sums of gradients, and values of variables.
-
-    Attributes:
-        context: of all of them.
-        is_written_out: whether the loop is written out. On the CPU XLA (jaxlib 0.10.2) computes a convolution within a
-            loop with another kernel, which takes 15 times as long.
     """
 
-    def __init__(self, model: Any, state: Any, shards: Shards, context: ReplicaContext, total_rows: int):
+    def __init__(self, model: "keras.Model", shards: Shards, context: ReplicaContext | None, split: Split):
         from kerasdp.keras_compat.layers import seed_variables
+
+        super().__init__(model)
+        self._shards, self._context, self._split = shards, context, split
+        self._seeds = set(map(id, seed_variables(model)))
+        # On the CPU XLA (jaxlib 0.10.2) computes a convolution within a loop with another kernel, which takes 15 times
+        # as long.
+        self._writes_loops_out = shards.replicated.mesh.devices.flat[0].platform == "cpu"
+
+    def training_split(self) -> Split:
+        """See `Replica`."""
+        return self._split
+
+    def passes(self, batch: DeviceBatch) -> list[Pass]:
+        """See `Replica`. A batch in one pass comes without its padding."""
+        passes = super().passes(batch)
+        return [passes[0]._replace(batch=DeviceBatch(*_cut(batch), batch.indices))] if len(passes) == 1 else passes
+
+    def rows_of(self, leaf: jax.Array, rows: slice, num_rows: int) -> jax.Array:
+        """See `Replica`. They are taken from the rows of each device, so that nothing moves between devices."""
+        of_devices = leaf.reshape(self._split.num_replicas, -1, *leaf.shape[1:])
+        return of_devices[:, rows].reshape(-1, *leaf.shape[1:])[:num_rows]
+
+    def context_of_pass(self, one: Pass) -> ReplicaContext | None:
+        """See `Replica`."""
         from kerasdp.portability.layer_calls import AddedLosses
         from kerasdp.portability.row_search import row_axes_of
 
-        self.model, self.state, self.shards, axes = model, state, shards, row_axes_of(model)
-        self._total_rows = total_rows
-        self.context = dataclasses.replace(
-            context, total_rows=total_rows, row_axes=axes, adds=AddedLosses(axes), is_micro_batch=True
-        )
-        seeds = {id(variable) for variable in seed_variables(model)}
-        self.is_written_out = shards.replicated.mesh.devices.flat[0].platform == "cpu"
-        self.seeds = [place for place, each in enumerate(model.non_trainable_variables) if id(each) in seeds]
+        if one.total_rows is None:
+            return self._context
+        num_rows, axes = len(one.batch.indices), row_axes_of(self.model)
+        return dataclasses.replace(
+            self._context or ReplicaContext(num_replicas=1), num_rows=num_rows, rows=num_rows,
+            first_row=one.replicas[0].first, total_rows=one.total_rows, row_axes=axes, adds=AddedLosses(axes),
+            is_micro_batch=True, calling=[], regularized={}, _calls={},
+        )  # fmt: skip
 
-    def begun(self) -> tuple[Any, Any, Any]:
-        """Returns what is carried to the first one."""
-        trainable, non_trainable, _, metrics = self.state
-        return self.shards.cut([jnp.zeros_like(value) for value in trainable]), non_trainable, metrics
+    def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
+        """See `Replica`: of a device that has all rows."""
+        if context is not None:
+            context = None if one.total_rows is None else dataclasses.replace(context, num_replicas=1)
+        return super().trained_pass(one, outputs, context)
 
-    def __call__(self, carry: Any, data: Any, first_row: Any, num_rows: int, share: float) -> tuple[Any, Any]:
-        """Adds a micro-batch to what is carried; returns that, and its share of the loss, and its outputs."""
-        import keras
+    def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """See `Replica`."""
+        from kerasdp.keras_compat.layers import InnerScope, current_value
 
-        from kerasdp.keras_compat.models import losses_of_whole_batch
+        weights, made = self.model.trainable_weights, []
 
-        model, (trainable, begun, optimizer, _), (sums, non_trainable, metrics) = self.model, self.state, carry
-        non_trainable = [begun[place] if place in self.seeds else each for place, each in enumerate(non_trainable)]
-        context = dataclasses.replace(
-            self.context, num_rows=num_rows, rows=num_rows, first_row=first_row, calling=[], regularized={}, _calls={}
-        )
-        row_share, inputs = num_rows / self._total_rows, data[0]
-        if self.is_written_out:
-            inputs = _after(sums, inputs)
+        def loss_of(values: list[jax.Array]) -> tuple[jax.Array, Any]:
+            with InnerScope(zip(weights, values)) as scope:
+                loss, share, found = compute(one)
+            made[:] = scope, share
+            # What is made and assigned must leave through here: JAX lets nothing else out of what it differentiates.
+            return loss, (share.tensors(), found, scope.assigned_values())
 
-        def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
-            training = {"training": True} if "training" in model.call_signature_parameters else {}
-            with use(context), _keeping_variables_of(model):
-                outputs, new, penalties = model.stateless_call(
-                    trainable, non_trainable, inputs, return_losses=True, **training
-                )
-            with losses_of_whole_batch(share / row_share):
-                loss, new_metrics = _compiled_loss(model, metrics, data, outputs)
-            loss = sum((jnp.sum(penalty) * row_share for penalty in penalties), loss * share)
-            with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
-                return model.optimizer.scale_loss(loss), (loss, outputs, new, new_metrics)
+        values = list(map(current_value, weights))
+        gradients, (tensors, found, assigned) = jax.grad(self._shards.gathering(loss_of), has_aux=True)(values)
+        scope, share = made
+        scope.write_back(assigned)
+        return gradients, share.with_tensors(tensors), found
 
-        compute = self.shards.gathering(loss_and_updates)
-        gradients, (loss, outputs, new, metrics) = jax.grad(compute, has_aux=True)(trainable)
-        return (self.shards.cut(jax.tree.map(jnp.add, sums, gradients)), new, metrics), (loss, outputs)
+    def add_up_passes(
+        self, compute: LossOfPass, passes: list[Pass]
+    ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """See `Replica`. Equal passes run in one loop."""
+        from kerasdp.keras_compat.layers import InnerScope, current_value
+        from kerasdp.portability.global_batch import Sums, added
 
+        if len(passes) == 1:
+            return self.differentiate(compute, passes[0])
+        weights, variables = self.model.trainable_weights, self.model.non_trainable_variables
+        begun = list(map(current_value, variables))
+        shares: list[GlobalBatch] = []
 
-def _after(gradients: list[Any], inputs: Any) -> Any:
-    """Returns inputs that are there once gradients are.
+        def run(carry: Any, one: Pass) -> tuple[Any, Sums]:
+            # Random layers begin each pass with the seeds of the step; all else goes from one to the next.
+            total, values = carry
+            values = [old if id(each) in self._seeds else new for each, old, new in zip(variables, begun, values)]
+            with InnerScope(zip(variables, values)) as scope:
+                own, share, _ = self.differentiate(compute, self.after(total, one))
+            shares.append(share)
+            total = self._shards.cut(jax.tree.map(jnp.add, total, own))
+            return (total, list(map(scope.get_current_value, variables))), share.sums
 
-    XLA would otherwise make all forward passes first, and keep all that they leave. On the CPU (jaxlib 0.10.2) it
-    forgets `jax.lax.optimization_barrier` before it orders operations; zeros of the gradients it must wait for.
-    """
-    zero = sum((0 * jnp.nan_to_num(gradient.ravel()[0]) for gradient in gradients), jnp.zeros(()))
-    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), inputs)
+        first, size = passes[0], len(passes[0].batch.indices)
+        full = [one for one in passes if len(one.batch.indices) == size]
 
+        def step(carry: Any, numbered: Any) -> tuple[Any, Sums]:
+            number, data = numbered
+            batch, rows = DeviceBatch(*data, first.batch.indices), ReplicaRows(number * size, size, size)
+            return run(carry, first._replace(batch=batch, replicas=(rows,)))
 
-def _compiled_loss(model: Any, metrics: list[Any], data: Any, outputs: Any) -> tuple[Any, list[Any]]:
-    """Computes the loss that `compile` made; returns it, and the new values of all metrics."""
-    import keras
+        numbered = jnp.arange(len(full)), jax.tree.map(lambda *each: jnp.stack(each), *[one.batch[:3] for one in full])
+        carry: Any = self._shards.cut([jnp.zeros_like(current_value(weight)) for weight in weights]), begun
+        carry, each = jax.lax.scan(step, carry, numbered, unroll=self._writes_loops_out)
+        shared, known = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), each[:2])
+        kept = [jax.tree.map(lambda leaf, number=number: leaf[number], each.kept) for number in range(len(full))]
+        sums = Sums(shared, known, [data for one in kept for data in one])
+        for one in passes[len(full) :]:
+            carry, left = run(carry, one)
+            sums = added(sums, left)
+        gradients, values = carry
+        for variable, value in zip(variables, values):
+            variable.assign(value)
+        share = shares[-1]
+        share.sums = sums
+        return gradients, share, {}
 
-    from kerasdp.keras_compat.models import compiled_loss
-    from kerasdp.portability.global_batch import refuse_masks
-    from kerasdp.portability.random import portable_draws
+    def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
+        """See `Replica`.
 
-    refuse_masks(model, outputs)
-    compiled = compiled_loss(model)
-    with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope, portable_draws("a loss"):
-        loss = jnp.zeros(()) if compiled is None else compiled(data[1], outputs, data[2])
-    return loss, [scope.get_current_value(variable) for variable in model.metrics_variables]
+        XLA would otherwise make all forward passes first, and keep all that they leave. On the CPU (jaxlib 0.10.2) it
+        forgets `jax.lax.optimization_barrier` before it orders operations; zeros of the gradients it must wait for.
+        """
+        if not self._writes_loops_out:
+            return one
+        zero = sum((0 * jnp.nan_to_num(gradient.ravel()[0]) for gradient in gradients), jnp.zeros(()))
+        inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), one.batch.inputs)
+        return one._replace(batch=one.batch._replace(inputs=inputs))
 
+    def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
+        """See `Replica`: of the whole batch there is nothing to average."""
+        return lambda: (self._shards.cut(gradients), shared)
 
-def _updated(model: Any, state: Any, gradients: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the new values of the trainable variables and of the optimizer's.
+    def update(self, update: Callable[[], None]) -> None:
+        """See `Replica`."""
+        from kerasdp.keras_compat.layers import current_value
+        from kerasdp.keras_compat.optimizers import applying_in_scope
 
-    `stateless_apply` wants all weights that the optimizer was built for; some may be frozen since, and then have no
-    gradient. `apply` within a StatelessScope fails with LossScaleOptimizer, which assigns in branches (Keras 3.15).
-    """
-    from kerasdp.keras_compat.optimizers import weights_of_optimizer
+        with applying_in_scope():
+            update()
+        weights = self.model.trainable_weights
+        for weight, value in zip(weights, self._shards.cut(list(map(current_value, weights)))):
+            weight.assign(value)
 
-    trainable, non_trainable, optimizer, _ = state
-    if not gradients:
-        return trainable, optimizer
-    weights = weights_of_optimizer(model.optimizer)
-    value_of = dict(zip(map(id, model.trainable_variables + model.non_trainable_variables), trainable + non_trainable))
-    gradient_of = dict(zip(map(id, model.trainable_variables), gradients))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Gradients do not exist for variables")
-        values, optimizer = model.optimizer.stateless_apply(
-            optimizer, [gradient_of.get(id(weight)) for weight in weights], [value_of[id(weight)] for weight in weights]
-        )
-    value_of |= dict(zip(map(id, weights), values))
-    return [value_of[id(variable)] for variable in model.trainable_variables], optimizer
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """See `Replica`."""
+        return tensor

@@ -1,22 +1,22 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.steps import Pass, ShardSteps, add_gradients, all_variables, learning_rate, restart_seeds
+from kerasdp.backends.fit_step import fit_step
+from kerasdp.backends.steps import Found, LossOfPass, Pass, Received, ShardSteps, all_variables
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
-from kerasdp.portability.replica_context import gather_shards, use
+from kerasdp.portability.replica_context import gather_shards
 from kerasdp.runtime.memory import give_back
 from kerasdp.runtime.run_state import Detail
 
@@ -30,41 +30,76 @@ class ReplicaSteps(ShardSteps):
     def train(self, detail: Detail, batch: DeviceBatch) -> tuple[Any, ...]:
         """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed.
 
-        `batch` is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
+        `batch` is this replica's shard, with padding.
         """
-        from kerasdp.backends.observer import observed
-        from kerasdp.keras_compat.layers import is_next_value
-        from kerasdp.keras_compat.optimizers import has_branches
-
-        model, strategy = self.model, self.strategy
         if "train_step" in self.own:
             logs, _ = self.own_step("train_step", batch)
             return logs.get("loss"), None, logs, {}
-        gradients, whole, recorded = self._passes(self.passes(batch), detail)
-        detail = detail if recorded else Detail.NOTHING
-        # The mean of the gradients over the replicas (2), in one message with the metrics (3).
-        variables, shared = model.trainable_weights, whole.sums.shared
-        take_apart: Callable[[], tuple[list[Any], dict[str, Tensor]]] = lambda: (gradients, shared)  # noqa: E731
-        if strategy.num_replicas > 1:
-            next_values = self.next_values(gradients, variables)
-            averaged = [None if is_next_value(weight) else each for each, weight in zip(gradients, variables)]
-            received = collectives.mean(averaged, shared)
-            take_apart = lambda: (self.joined((found := received())[0], next_values), found[1])  # noqa: E731
-        means, sums = take_apart()
-        observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)
+        # By the rows of a micro-batch: the function that differentiates it, and what that left besides tensors.
+        self._functions: dict[int, Any] = {}
+        self._shares: dict[int, GlobalBatch] = {}
+        return tuple(fit_step(self, batch, detail))
 
-        def update() -> None:
-            # Once more within what is compiled, so that what comes of it is not kept.
-            own_means, own_sums = take_apart() if xla.has_gpus() else (means, sums)
-            whole.take(own_sums)
-            whole.move_statistics()  # (5)
-            if variables:
-                model.optimizer.apply_gradients(zip(own_means, variables, strict=True))
+    def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """See `ShardSteps`. In graphs, micro-batches of one size are calls of one function."""
+        # Several replicas cannot meet within a function.
+        if one.total_rows is not None and self.strategy.num_replicas == 1 and not tf.executing_eagerly():
+            return self._by_call(compute, one)
+        with tf.GradientTape() as tape:
+            loss, share, found = compute(one)
+        return dense(tape.gradient(loss, self.model.trainable_weights)), share, found
 
-        # The update, the same on each replica; loss and metrics of the global batch (3).
+    def _by_call(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """Differentiates a micro-batch by a function that stays one call in the graph."""
+        (own,), num_rows = one.replicas, len(one.batch.indices)
+
+        def differentiate(data: Structure, first_row: Tensor) -> tuple[list[Any], Any]:
+            with tf.GradientTape() as tape:
+                batch, replicas = DeviceBatch(*data, one.batch.indices), (own._replace(first=first_row),)
+                loss, self._shares[num_rows], _ = compute(one._replace(batch=batch, replicas=replicas))
+            return dense(tape.gradient(loss, self.model.trainable_weights)), self._shares[num_rows].sums
+
+        if num_rows not in self._functions:
+            attributes = {"_noinline": True}
+            self._functions[num_rows] = tf.function(differentiate, autograph=False, experimental_attributes=attributes)
+        # Not a Python number: TensorFlow (2.21) makes a copy of a function for each that it is called with.
+        gradients, sums = self._functions[num_rows](tuple(one.batch[:3]), tf.convert_to_tensor(own.first))
+        share = self._shares[num_rows]
+        share.sums = sums
+        return gradients, share, {}
+
+    def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
+        """See `ShardSteps`. TensorFlow would otherwise make all forward passes first, and keep all that they leave."""
+        with tf.control_dependencies([each for each in gradients if each is not None]):
+            data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), tuple(one.batch[:3]))
+        return one._replace(batch=DeviceBatch(*data, one.batch.indices))
+
+    def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
+        """See `ShardSteps`. Both are one message."""
+        from kerasdp.keras_compat.layers import is_next_value
+
+        if self.strategy.num_replicas == 1:
+            return lambda: (gradients, shared)
+        weights = self.model.trainable_weights
+        next_values = self.next_values(gradients, weights)
+        averaged = [None if is_next_value(weight) else each for each, weight in zip(gradients, weights)]
+        received = collectives.mean(averaged, shared)
+
+        def take_apart() -> Received:
+            means, sums = received()
+            return self.joined(means, next_values), sums
+
+        # Compiled with what uses it, it is no operation of its own, and nothing is kept. Elsewhere once is enough.
+        return take_apart if xla.has_gpus() else functools.cache(take_apart)
+
+    def update(self, update: Callable[[], None]) -> None:
+        """See `ShardSteps`."""
+        from kerasdp.keras_compat.optimizers import has_branches
+
+        model = self.model
         if can_update_at_once(model.optimizer, model.trainable_weights):
             update_at_once(model.optimizer, all_variables(model), update)
-        elif strategy.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
+        elif self.strategy.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
             # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
             raise UserError(
                 "gradient_accumulation_steps and ema_overwrite_frequency: TensorFlow cannot do that with this "
@@ -72,72 +107,6 @@ class ReplicaSteps(ShardSteps):
             )
         else:
             update()
-        loss = whole.take(sums)
-        return loss, rate, whole.update_metrics(loss), observed_values
-
-    def _passes(self, passes: list[Pass], detail: Detail) -> tuple[list[Any], "GlobalBatch", dict[str, Any]]:
-        """Makes the forward and backward passes of a training step on a replica's rows, one after the other.
-
-        Returns:
-            The gradients of this replica's share of the loss; loss and metrics; and what was recorded of one pass.
-        """
-        from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.global_batch import added
-
-        if len(passes) == 1:
-            return self._pass(passes[0], detail)
-        made: dict[int, GlobalBatch] = {}
-        seeds = [(seed, tf.identity(seed.value)) for seed in seed_variables(self.model)]
-
-        def micro_batch(one: Pass, data: Structure, first_row: Any, begun: list[Tensor]) -> tuple[list[Any], Any]:
-            restart_seeds(list(zip((seed for seed, _ in seeds), begun)))
-            one = one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
-            gradients, whole, _ = self._pass(one, Detail.NOTHING, first_row)
-            made[len(one.batch.indices)] = whole
-            return gradients, whole.sums
-
-        gradients: list[Any] = [None for _ in self.model.trainable_weights]
-        before, sums = list[Tensor](), None
-        compute = {len(one.batch.indices): self._called(functools.partial(micro_batch, one)) for one in passes}
-        for one in passes:
-            # TensorFlow would otherwise make all forward passes first, and keep all that they leave in memory.
-            with tf.control_dependencies(before):
-                data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), one.batch[:3])
-                first_row, begun = one.replicas[self.rank()].first, [value for _, value in seeds]
-                own, left = compute[len(one.batch.indices)](data, first_row, begun)
-                add_gradients(gradients, own)
-                sums = added(sums, left)
-            before = [each for each in gradients if each is not None]
-        whole = made[len(passes[-1].batch.indices)]
-        whole.sums = cast(Any, sums)
-        return gradients, whole, {}
-
-    def _called(self, function: Callable[..., Structure]) -> Callable[..., Structure]:
-        """Returns a function that stays one call in graphs, with one replica: several cannot meet within one."""
-        if self.strategy.num_replicas > 1 or tf.executing_eagerly():
-            return function
-        in_graphs = tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
-        # Not a Python number: TensorFlow (2.21) makes a copy of a function for each that it is called with.
-        return lambda data, first_row, begun: in_graphs(data, tf.convert_to_tensor(first_row), begun)
-
-    def _pass(
-        self, one: Pass, detail: Detail, first_row: Any = None
-    ) -> tuple[list[Any], "GlobalBatch", dict[str, Any]]:
-        """Makes one forward and backward pass; see `_passes`. `first_row`: of the replica; None: as `one` says."""
-        from kerasdp.backends.observer import forward_pass
-
-        model, batch, context = self.model, one.batch, self.context_of_pass(one)
-        if context is not None and first_row is not None:
-            context = dataclasses.replace(context, first_row=first_row)
-        with tf.GradientTape() as tape:
-            # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-            with use(context), forward_pass(detail, model, batch.inputs) as recorded:
-                outputs = self.forward(model, batch.inputs, training=True)
-            # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-            whole = self.trained_pass(one, outputs, context)
-            scaled_loss = self.scaled_loss(whole)
-        whole.share_metrics()
-        return dense(tape.gradient(scaled_loss, model.trainable_weights)), whole, recorded
 
     @contextlib.contextmanager
     def around(self, name: str) -> Iterator[None]:

@@ -15,15 +15,18 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.fit_step import fit_step
 from kerasdp.backends.steps import (
+    Found,
+    LossOfPass,
     Pass,
+    Received,
     TrainedWeights,
-    add_gradients,
     all_variables,
-    learning_rate,
     optimizers_of,
     variables_of_own_step,
 )
+from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.graph_passes import (
     bring_to_device,
     fold_padding,
@@ -43,7 +46,6 @@ from kerasdp.backends.torch.private import (
     wait,
 )
 from kerasdp.backends.torch.train_step import RankSteps, flat, unflat, updating_on
-from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Detail
@@ -98,14 +100,13 @@ class CompiledStep(abc.ABC):
 
         return keras.StatelessScope(values, collect_losses=True) if self.parts is None else self.parts.scope(values)
 
-    def write(self, values: list[torch.Tensor], *scopes: Any) -> None:
-        """Gives `values` what was assigned in these scopes, of which the last knows what holds.
+    def write(self, values: list[torch.Tensor], scope: Any) -> None:
+        """Gives `values` what was assigned in a scope.
 
         Raises:
             ValueError: if others are assigned than the model's: the graph would forget what.
         """
-        assigned = {key for scope in scopes for key in scope.state_mapping}
-        if unknown := assigned - {id(variable) for variable in self.variables}:
+        if unknown := scope.state_mapping.keys() - {id(variable) for variable in self.variables}:
             raise ValueError(
                 f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
                 "without a SeedGenerator"
@@ -113,7 +114,7 @@ class CompiledStep(abc.ABC):
         changed = [
             (variable, value, new)
             for variable, value in zip(self.variables, values)
-            if (new := _held(scopes[-1], variable, value)) is not value
+            if (new := _held(scope, variable, value)) is not value
         ]
         for _, value, new in changed if self.parts is None else self.parts.take(changed):
             value.copy_(new)
@@ -228,115 +229,92 @@ class CompiledTraining(CompiledStep):
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
-        from kerasdp.backends.observer import observed
-        from kerasdp.keras_compat.layers import is_next_value
-        from kerasdp.keras_compat.optimizers import deciding_on_device
+        replica = RankInGraph(self, values)
+        with torch.no_grad(), self.scope(replica.begun) as replica.scope:
+            trained = fit_step(replica, batch, detail)
+        self.write(values, replica.scope)
+        return tuple(trained)
 
-        model, strategy = self.model, self.strategy
-        trained, passes = {id(variable) for variable in model.trainable_weights}, self.steps.passes(batch)
-        detail = detail if len(passes) == 1 else Detail.NOTHING
+
+class RankInGraph(RankSteps):
+    """Runs one training step on given values of the variables, in a scope that holds what is assigned.
+
+    Attributes:
+        begun: the variables with these values; weights that are trained as leaves.
+        scope: is set once there is one.
+    """
+
+    scope: Any
+
+    def __init__(self, compiled: CompiledTraining, values: list[torch.Tensor]):
+        from kerasdp.keras_compat.layers import is_next_value
+
+        super().__init__(compiled.strategy, compiled.model)
+        self.parts, self._variables, self._values = compiled.parts, compiled.variables, values
+        self._trained = {id(variable) for variable in self.model.trainable_weights}
         leaves = {
             id(variable): value.detach().requires_grad_()
-            for variable, value in zip(self.variables, values)
-            if id(variable) in trained
+            for variable, value in zip(self._variables, values)
+            if id(variable) in self._trained
         }
-        averaged = {id(each) for each in model.trainable_weights if not is_next_value(each)}
-        buckets = GradientBuckets(strategy, leaves, averaged, self.parts)
-        variables = model.trainable_weights[:]
-        # What is assigned stays in the scopes.
-        begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
-        if len(passes) == 1:
-            buckets.take_as_they_come(leaves)
-            own, whole, found, scope = self._pass(passes[0], begun, detail)
-        else:
-            own, whole, found, scope = self._micro_batches(passes, begun)
-            buckets.take({id(variable): gradient for variable, gradient in zip(variables, own)})
-        gradients, shared = buckets.mean(own, variables, flat(whole.sums.shared))
-        if strategy.num_replicas > 1:
-            gradients = self.steps.joined(gradients, self.steps.next_values(gradients, variables))
-        between = [
-            (
-                variable,
-                self._own(variable, value if id(variable) in trained else _held(scope, variable, value)),
-            )
-            for variable, value in zip(self.variables, values)
+        self.begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self._variables, values)]
+        self._leaves = [leaves[id(variable)] for variable in self.model.trainable_weights]
+        averaged = {id(each) for each in self.model.trainable_weights if not is_next_value(each)}
+        self._buckets = GradientBuckets(self.strategy, leaves, averaged, self.parts)
+
+    def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
+        """See `ShardSteps`. With one pass, gradients are sent as they come."""
+        from kerasdp.keras_compat.layers import InnerScope
+
+        variables = self.model.trainable_weights
+        if one.total_rows is None:
+            self._buckets.take_as_they_come({id(each): leaf for each, leaf in zip(variables, self._leaves)})
+        with torch.enable_grad(), InnerScope() as scope:
+            loss, share, found = compute(one)
+        gradients: list[Any] = []
+        if variables:
+            gradients = list(torch.autograd.grad(loss, self._leaves, allow_unused=True))
+        scope.write_back(list(map(detached, scope.assigned_values())))  # without what led to them
+        return gradients, share, found
+
+    def mean(self, gradients: list[torch.Tensor | None], shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
+        """See `ShardSteps`."""
+        variables = self.model.trainable_weights
+        if not self._buckets.takes_as_they_come:
+            self._buckets.take({id(variable): gradient for variable, gradient in zip(variables, gradients)})
+        means, sums = self._buckets.mean(gradients, variables, flat(shared))
+        if self.strategy.num_replicas > 1:
+            means = self.joined(means, self.next_values(means, variables))
+        received = means, unflat(sums, shared)
+        return lambda: received
+
+    def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """See `ShardSteps`."""
+        return gradients if self.parts is None else self.parts.whole_gradients(gradients)
+
+    def update(self, update: Callable[[], None]) -> None:
+        """See `ShardSteps`. This rank updates its parts, if it has parts."""
+        from kerasdp.keras_compat.layers import InnerScope
+        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
+
+        optimizer, scope = self.model.optimizer, self.scope
+        values = [
+            (variable, value if id(variable) in self._trained else scope.state_mapping[id(variable)])
+            for variable, value in zip(self._variables, self._values)
         ]
-        with torch.no_grad(), self._updating(between) as updates:
-            loss = whole.take(unflat(shared, whole.sums.shared))
-            whole.move_statistics()
-            if self.parts is not None and detail != Detail.NOTHING:
-                seen = observed(detail, self.parts.whole_gradients(gradients), found)
-            else:
-                seen = observed(detail, gradients, found)
-            rate = learning_rate(model.optimizer)
-            with deciding_on_device(model.optimizer):
-                model.optimizer.apply(gradients, variables)
-            logs = whole.update_metrics(loss)
-        self.write(values, scope, updates)
-        return loss, rate, logs, seen
-
-    def _pass(self, one: Pass, begun: list[tuple[Any, torch.Tensor]], detail: Detail) -> tuple[Any, ...]:
-        """Makes a forward and backward pass.
-
-        `begun`: the variables with their values.
-
-        Returns:
-            Gradients of this rank's share of the loss; loss and metrics; what was recorded; and the scope that holds
-            what was assigned.
-        """
-        from kerasdp.backends.observer import forward_pass
-
-        with torch.enable_grad(), self.scope(begun) as scope:
-            context = self.steps.context_of_pass(one)
-            with use(context), forward_pass(detail, self.model, one.batch.inputs) as found:
-                outputs = self.steps.forward(self.model, one.batch.inputs, training=True)
-            whole = self.steps.trained_pass(one, outputs, context)
-            scaled_loss = self.steps.scaled_loss(whole)
-        with torch.no_grad():
-            whole.share_metrics()
-        values = {id(variable): value for variable, value in begun}
-        wanted = [values[id(variable)] for variable in self.model.trainable_weights]
-        own = list(torch.autograd.grad(scaled_loss, wanted, allow_unused=True)) if wanted else []
-        return own, whole, found, scope
-
-    def _micro_batches(self, passes: list[Pass], begun: list[tuple[Any, torch.Tensor]]) -> tuple[Any, ...]:
-        """Makes the passes of micro-batches, one after the other, and adds up what `_pass` returns."""
-        from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.global_batch import added
-
-        # Random layers begin each with the seeds of the step; all else goes from one to the next.
-        fixed = {id(variable) for variable in (*seed_variables(self.model), *self.model.trainable_weights)}
-        sums, total, values = None, [None for _ in self.model.trainable_weights], begun
-        for one in passes:
-            own, whole, found, scope = self._pass(one, values, Detail.NOTHING)
-            add_gradients(total, own)
-            sums = whole.sums = added(sums, whole.sums)
-            values = [
-                (variable, value if id(variable) in fixed else _held(scope, variable, value))
-                for variable, value in values
-            ]
-        return total, whole, found, scope
-
-    def _own(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
-        """Returns what this process updates of a variable."""
-        return value if self.parts is None else self.parts.own(variable, value)
-
-    @contextlib.contextmanager
-    def _updating(self, values: list[tuple[Any, torch.Tensor]]) -> Iterator[Any]:
-        """Returns the scope in which the optimizer updates these values."""
-        import keras
-
-        from kerasdp.keras_compat.optimizers import updating_one_by_one
-
-        optimizer = self.model.optimizer
+        is_captured = any(is_being_captured(value) for _, value in values)
         with contextlib.ExitStack() as stack:
             if self.parts is not None:
+                values = [(variable, self.parts.own(variable, value)) for variable, value in values]
                 stack.enter_context(self.parts.updating(optimizer))
-            is_captured = any(is_being_captured(value) for _, value in values)
             stack.enter_context(
                 updating_one_by_one(optimizer) if is_captured else updating_on(self.strategy.device, optimizer)
             )
-            yield stack.enter_context(keras.StatelessScope(values))
+            updated = stack.enter_context(InnerScope(values))
+            stack.enter_context(deciding_on_device(optimizer))
+            update()
+        for variable in updated.assigned:  # not `assign`, which takes no parts
+            scope.state_mapping[id(variable)] = updated.get_current_value(variable)
 
 
 class CompiledOwnStep(CompiledStep):
@@ -488,7 +466,7 @@ class GradientBuckets:
             averaged: those of them whose gradients are averaged, by the same.
             parts: that are averaged, if any.
         """
-        self.num_replicas, self.parts = strategy.num_replicas, parts
+        self.num_replicas, self.parts, self.takes_as_they_come = strategy.num_replicas, parts, False
         # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
         # What was sent, with the sum on its way.
@@ -502,6 +480,7 @@ class GradientBuckets:
 
         It does not keep the leaves: their hooks refer to it, and gradients in a cycle stay until Python collects it.
         """
+        self.takes_as_they_come = True
         for key, leaf in leaves.items():
             leaf.register_hook(lambda gradient, key=key: self.take({key: gradient}))
 

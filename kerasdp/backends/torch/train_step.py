@@ -3,14 +3,15 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from kerasdp.backends.base import DeviceBatch, Trained
-from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate, restart_seeds
+from kerasdp.backends.fit_step import fit_step
+from kerasdp.backends.steps import Found, LossOfPass, Pass, Received, ShardSteps, all_variables
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
@@ -23,59 +24,47 @@ from kerasdp.runtime.run_state import Detail
 class RankSteps(ShardSteps):
     """Runs the steps of one model on this rank's rows."""
 
+    @torch.no_grad()
     def train(self, parallel: Any, batch: DeviceBatch, detail: Detail) -> Trained:
-        """Trains on the global batch, layer by layer. `CompiledTraining` does the same.
-
-        The numbers are those of docs/internals/same-learning.md.
+        """Trains on the global batch, layer by layer: `fit_step`.
 
         Args:
             parallel: the model, in DistributedDataParallel if there are other ranks.
-            batch: this rank's rows, with padding (1).
+            batch: this rank's rows, with padding.
             detail: what to record.
         """
-        from kerasdp.backends.observer import forward_pass, observed
-        from kerasdp.keras_compat.layers import is_next_value, seed_variables
-        from kerasdp.portability.global_batch import added
-
-        model, strategy = self.model, self.strategy
-        variables, passes = model.trainable_weights[:], self.passes(batch)
-        detail = detail if len(passes) == 1 else Detail.NOTHING
-        seeds = [(seed, seed.value.clone()) for seed in seed_variables(model)] if len(passes) > 1 else []
-        for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
+        self.module = parallel
+        for variable in self.model.trainable_weights:  # Keras' (3.15) `zero_grad` knows one of those that share a path
             variable.value.grad = None
-        sums = shared = None
-        for one in passes:
-            is_last, context = one is passes[-1], self.context_of_pass(one)
-            restart_seeds(seeds)
-            with contextlib.nullcontext() if is_last else without_exchange(parallel):
-                # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-                with use(context), forward_pass(detail, model, one.batch.inputs) as found:
-                    outputs = self.forward(parallel, one.batch.inputs, training=True)
-                # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-                whole = self.trained_pass(one, outputs, context)
-                with torch.no_grad():
-                    whole.share_metrics()
-                    sums = whole.sums = added(sums, whole.sums)
-                if is_last and strategy.num_replicas > 1 and (own := flat(sums.shared)) is not None:
-                    shared = all_reduce_async(own)  # overlaps with the backward pass
-                # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
-                if variables:
-                    self.scaled_loss(whole).backward()
-        if variables and strategy.num_replicas > 1:
-            reduce_others(parallel, [variable for variable in variables if not is_next_value(variable)])
-        with torch.no_grad():
-            gradients = [variable.value.grad for variable in variables]
-            if strategy.num_replicas > 1:
-                gradients = self.joined(gradients, self.next_values(gradients, variables))
-            # Loss and metrics of the global batch (3); moving statistics (5).
-            loss = whole.take(whole.sums.shared if shared is None else unflat(wait(shared), whole.sums.shared))
-            whole.move_statistics()
-            seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
-            # The update, the same on each rank.
-            rate = learning_rate(model.optimizer)
-            with updating_on(strategy.device, model.optimizer):
-                model.optimizer.apply(gradients, variables)
-            return Trained(loss, rate, whole.update_metrics(loss), seen)
+        return fit_step(self, batch, detail)
+
+    def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
+        """See `ShardSteps`. DistributedDataParallel adds up the gradients of all passes, and averages them in the last.
+
+        That is in buckets as they come; until then there are none.
+        """
+        variables = self.model.trainable_weights
+        with contextlib.nullcontext() if one.is_last else without_exchange(self.module), torch.enable_grad():
+            loss, share, found = compute(one)
+            if variables:
+                loss.backward()
+        return [variable.value.grad if one.is_last else None for variable in variables], share, found
+
+    def mean(self, gradients: list[torch.Tensor | None], shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
+        """See `ShardSteps`."""
+        from kerasdp.keras_compat.layers import is_next_value
+
+        variables = self.model.trainable_weights
+        if self.strategy.num_replicas > 1:
+            reduce_others(self.module, [variable for variable in variables if not is_next_value(variable)])
+            gradients = self.joined(gradients, self.next_values(gradients, variables))
+            shared = self.sums(shared)
+        return lambda: (gradients, shared)
+
+    def update(self, update: Callable[[], None]) -> None:
+        """See `ShardSteps`."""
+        with updating_on(self.strategy.device, self.model.optimizer):
+            update()
 
     def largest(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """See `ShardSteps`."""

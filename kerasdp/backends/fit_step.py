@@ -1,0 +1,55 @@
+"""Holds the training step of `fit`: what it computes, from the rows of a batch to the update, on each replica.
+
+How a replica differentiates, exchanges and updates is its backend's: see `Replica`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kerasdp.backends.base import DeviceBatch, Trained
+from kerasdp.backends.steps import Pass, Replica, learning_rate
+from kerasdp.portability.replica_context import use
+from kerasdp.runtime.run_state import Detail
+
+if TYPE_CHECKING:
+    from kerasdp.portability.global_batch import GlobalBatch
+
+
+def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
+    """Trains on the global batch. The numbers are those of docs/internals/same-learning.md.
+
+    Args:
+        replica: of the model.
+        batch: its shard of the batch, with padding (1).
+        detail: what to record.
+    """
+    from kerasdp.backends.observer import forward_pass, observed
+
+    model, passes = replica.model, replica.passes(batch)
+    variables, detail = model.trainable_weights[:], detail if len(passes) == 1 else Detail.NOTHING
+
+    def loss_of_own_rows(one: Pass) -> tuple[Any, "GlobalBatch", dict[str, Any]]:
+        # The forward pass on the shard: batch norms exchange their statistics (5), layers know their rows (6).
+        context = replica.context_of_pass(one)
+        with use(context), forward_pass(detail, model, one.batch.inputs) as found:
+            outputs = replica.forward(replica.module, one.batch.inputs, training=True)
+        # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
+        share = replica.trained_pass(one, outputs, context)
+        share.share_metrics()
+        return replica.scaled_loss(share), share, found
+
+    gradients, share, found = replica.add_up_passes(loss_of_own_rows, passes)
+    # The mean of the gradients over the replicas (2); the sums of loss, metrics and moving statistics (3, 5).
+    received = replica.mean(gradients, share.sums.shared)
+    means, sums = received()
+    seen, rate = observed(detail, replica.whole_gradients(means), found), learning_rate(model.optimizer)
+
+    def update() -> None:
+        means, sums = received()
+        share.take(sums)
+        share.move_statistics()
+        if variables:
+            model.optimizer.apply(means, variables)
+
+    replica.update(update)  # the same on each replica
+    loss = share.take(sums)
+    return Trained(loss, rate, share.update_metrics(loss), seen)
