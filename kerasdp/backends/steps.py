@@ -164,6 +164,21 @@ def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
         seed.assign(value)
 
 
+def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
+    """Raises `UserError` for a trained weight that a forward pass assigns to, where variables are values in a scope.
+
+    Its gradient would be that of the value before; where variables are assigned in place, it is that of the new one.
+    """
+    trained = set(map(id, weights))
+    for variable in assigned:
+        if id(variable) in trained:
+            raise UserError(
+                f"a layer assigns to {variable.path}, which is trained, in its call, so that its gradient would be "
+                "another with --backend=jax, --shard and --compile=on: train with --backend=torch or tensorflow, or "
+                "assign in a callback"
+            )
+
+
 # What was recorded in a forward pass.
 Found = dict[str, Any]
 # Computes the loss of a pass that is differentiated, loss and metrics of its rows, and what was recorded.
@@ -210,15 +225,15 @@ class Replica(abc.ABC):
             return [Pass(batch, micro_batches[0])]
         counts = [sum(each.num_rows for each in replicas) for replicas in micro_batches]
         shares = shares_of(self.model, counts, is_weighted=is_weighted, instead="leave out --accumulate")
-        found, first = [], 0
+        found, first = list[Pass](), 0
         for replicas, count, share in zip(micro_batches, counts, shares):
             rows = slice(first, first := first + replicas[0].size)
-            data = keras.tree.map_structure(
+            inputs, targets, weights = keras.tree.map_structure(
                 lambda leaf, rows=rows, count=count: None if leaf is None else self.rows_of(leaf, rows, count),
                 tuple(batch[:3]),
             )
-            is_last = len(found) == len(counts) - 1
-            found.append(Pass(DeviceBatch(*data, range(count)), replicas, total_rows, share, is_last))
+            own, is_last = DeviceBatch(inputs, targets, weights, range(count)), len(found) == len(counts) - 1
+            found.append(Pass(own, replicas, total_rows, share, is_last))
         return found
 
     @abc.abstractmethod
@@ -268,7 +283,12 @@ class Replica(abc.ABC):
 
     def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
         """Returns what is differentiated."""
-        return self.model.optimizer.scale_loss(whole.loss)
+        divisor = self.loss_divisor()
+        return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
+
+    def loss_divisor(self) -> int:
+        """Returns by what a replica divides its loss before it is differentiated."""
+        return 1
 
     @abc.abstractmethod
     def add_up(self, tensor: Tensor) -> Tensor:
@@ -317,15 +337,6 @@ class ShardSteps(Replica):
         super().__init__(model)
         self.strategy, self.own = strategy, own_steps(model)
 
-    def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
-        """See `Replica`.
-
-        Gradients are averaged over the replicas, so a replica's are as many times too large as there are replicas.
-        Where float8 keeps how large they are, each replica takes its share of the loss; see `joined`.
-        """
-        divisor = self._loss_divisor()
-        return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
-
     @abc.abstractmethod
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums tensors over the replicas, in one message for each type at most."""
@@ -371,13 +382,18 @@ class ShardSteps(Replica):
 
     def joined(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
         """Returns the gradients of the global batch's loss, from their means and from next values."""
-        divisor = self._loss_divisor()
+        divisor = self.loss_divisor()
         if divisor == 1:
             return means
         means = [None if mean is None else mean * divisor for mean in means]
         return [mean if value is None else value for mean, value in zip(means, next_values)]
 
-    def _loss_divisor(self) -> int:
+    def loss_divisor(self) -> int:
+        """See `Replica`.
+
+        Gradients are averaged over the replicas, so a replica's are as many times too large as there are replicas.
+        Where float8 keeps how large they are, each replica takes its share of the loss; see `joined`.
+        """
         from kerasdp.keras_compat.layers import is_next_value
 
         return self.strategy.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1

@@ -246,10 +246,10 @@ def _refuse_lost_statistics(model: keras.Model, config: Config) -> None:
     """Raises `UserError` for layers that change in a forward pass of training what would not be kept as it should."""
     for layer in all_layers(model) if config.backend == "jax" else ():
         if isinstance(layer, keras.layers.SpectralNormalization):
-            # Keras 3.15: its stateless step takes back what a call assigns to trainable weights, the others keep it.
+            # Where variables are values, the gradient would go through what is assigned: see `require_leaves`.
             raise UserError(
-                f"layer {layer.name}: SpectralNormalization changes its layer's kernel in each call, which Keras loses "
-                "on jax; train it with --backend=torch or --backend=tensorflow"
+                f"layer {layer.name}: SpectralNormalization changes its layer's kernel in each call, and jax would "
+                "take another gradient; train it with --backend=torch or --backend=tensorflow"
             )
 
 

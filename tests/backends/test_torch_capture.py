@@ -30,6 +30,14 @@ Y = X.sum(1, keepdims=True)
 OF_NO_MODEL = [keras.Variable(0.0)]
 
 
+class Normed(keras.layers.Dense):
+    """Keeps its weights at length one."""
+
+    def call(self, inputs):
+        self.kernel.assign(self.kernel / keras.ops.norm(self.kernel))
+        return super().call(inputs)
+
+
 class Foreign(keras.layers.Layer):
     def call(self, inputs):
         OF_NO_MODEL[0].assign_add(1.0)
@@ -117,8 +125,9 @@ def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
     [
         (Foreign, "variables are assigned that are not the model's"),
         (lambda: keras.layers.TorchModuleWrapper(torch.nn.Identity()), "wraps a torch.nn.Module"),
+        (lambda: Normed(4), "a layer assigns to .*kernel, which is trained, in its call"),
     ],
-    ids=["foreign", "wrapped"],
+    ids=["foreign", "wrapped", "normed"],
 )
 def test_what_cannot_be_captured_is_refused(make, reason):
     steps, data = captured(new_model(make()))

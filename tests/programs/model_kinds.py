@@ -229,6 +229,25 @@ def own_batch_norm(runner):
 
 
 @case
+def assigned_in_call(runner):
+    """A layer that assigns to a weight that is trained: of values the gradient would be another."""
+    import keras
+
+    class Normed(keras.layers.Dense):
+        def call(self, inputs, training=False):
+            if training:
+                self.kernel.assign(self.kernel / keras.ops.norm(self.kernel))
+            return super().call(inputs)
+
+    model = make(runner, lambda: keras.Sequential([Normed(3)]))
+    if runner.config.backend == "jax":
+        refused(lambda: fit(runner, model), "a layer assigns to")
+        return []
+    fit(runner, model)
+    return []
+
+
+@case
 def spectral_normalization(runner):
     """Evaluates and predicts everywhere; is not trained on jax."""
     import keras

@@ -17,7 +17,7 @@ ALIKE = (
     "mask_and_unused_weights", "weight_of_the_loss", "used_from_the_second_epoch_on", "loss_that_draws",
     "layers_of_their_own_kind", "twice", "methods_of_the_model", "own_fit", "fit_by_fit", "data_of_its_own_kind",
     "data_that_draws", "task", "loss_whose_generator_the_model_does_not_hold", "spectral_normalization",
-    "loss_that_keeps_a_variable", "own_batch_norm",
+    "loss_that_keeps_a_variable", "own_batch_norm", "assigned_in_call",
 )  # fmt: skip
 REFUSED = {
     "lora_without_compile": "lora_kernel_a of sequential",
@@ -32,7 +32,7 @@ REFUSED = {
 }
 QUICK = {
     "torch": (*ALIKE, *REFUSED),
-    "jax": ("data_that_draws", "method_of_task", "optimizer_made_before_launch"),
+    "jax": ("data_that_draws", "method_of_task", "optimizer_made_before_launch", "assigned_in_call"),
     "tensorflow": ("only_predicts", "train_on_batch", "own_loop"),
 }
 

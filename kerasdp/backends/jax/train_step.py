@@ -21,6 +21,7 @@ from kerasdp.backends.steps import (
     Replica,
     TrainedWeights,
     optimizers_of,
+    require_leaves,
     variables_of_own_step,
 )
 from kerasdp.data.sampling import ReplicaRows, Split
@@ -350,7 +351,10 @@ class WholeBatch(Replica):
     def passes(self, batch: DeviceBatch) -> list[Pass]:
         """See `Replica`. A batch in one pass comes without its padding."""
         passes = super().passes(batch)
-        return [passes[0]._replace(batch=DeviceBatch(*_cut(batch), batch.indices))] if len(passes) == 1 else passes
+        if len(passes) > 1:
+            return passes
+        inputs, targets, sample_weight = _cut(batch)
+        return [passes[0]._replace(batch=DeviceBatch(inputs, targets, sample_weight, batch.indices))]
 
     def rows_of(self, leaf: jax.Array, rows: slice, num_rows: int) -> jax.Array:
         """See `Replica`. They are taken from the rows of each device, so that nothing moves between devices."""
@@ -381,11 +385,12 @@ class WholeBatch(Replica):
         """See `Replica`."""
         from kerasdp.keras_compat.layers import InnerScope, current_value
 
-        weights, made = self.model.trainable_weights, []
+        weights, made = self.model.trainable_weights, list[Any]()
 
         def loss_of(values: list[jax.Array]) -> tuple[jax.Array, Any]:
             with InnerScope(zip(weights, values)) as scope:
                 loss, share, found = compute(one)
+            require_leaves(weights, scope.assigned)
             made[:] = scope, share
             # What is made and assigned must leave through here: JAX lets nothing else out of what it differentiates.
             return loss, (share.tensors(), found, scope.assigned_values())
@@ -424,7 +429,8 @@ class WholeBatch(Replica):
 
         def step(carry: Any, numbered: Any) -> tuple[Any, Sums]:
             number, data = numbered
-            batch, rows = DeviceBatch(*data, first.batch.indices), ReplicaRows(number * size, size, size)
+            batch = DeviceBatch(data[0], data[1], data[2], first.batch.indices)
+            rows = ReplicaRows(number * size, size, size)
             return run(carry, first._replace(batch=batch, replicas=(rows,)))
 
         numbered = jnp.arange(len(full)), jax.tree.map(lambda *each: jnp.stack(each), *[one.batch[:3] for one in full])
@@ -451,7 +457,8 @@ class WholeBatch(Replica):
         """
         if not self._writes_loops_out:
             return one
-        zero = sum((0 * jnp.nan_to_num(gradient.ravel()[0]) for gradient in gradients), jnp.zeros(()))
+        first = (jnp.ravel(gradient)[0] for gradient in gradients if gradient is not None)
+        zero = sum((0 * jnp.nan_to_num(number) for number in first), jnp.zeros(()))
         inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), one.batch.inputs)
         return one._replace(batch=one.batch._replace(inputs=inputs))
 

@@ -55,7 +55,8 @@ class ReplicaSteps(ShardSteps):
 
         def differentiate(data: Structure, first_row: Tensor) -> tuple[list[Any], Any]:
             with tf.GradientTape() as tape:
-                batch, replicas = DeviceBatch(*data, one.batch.indices), (own._replace(first=first_row),)
+                batch = DeviceBatch(data[0], data[1], data[2], one.batch.indices)
+                replicas = (own._replace(first=first_row),)
                 loss, self._shares[num_rows], _ = compute(one._replace(batch=batch, replicas=replicas))
             return dense(tape.gradient(loss, self.model.trainable_weights)), self._shares[num_rows].sums
 
@@ -72,7 +73,7 @@ class ReplicaSteps(ShardSteps):
         """See `ShardSteps`. TensorFlow would otherwise make all forward passes first, and keep all that they leave."""
         with tf.control_dependencies([each for each in gradients if each is not None]):
             data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), tuple(one.batch[:3]))
-        return one._replace(batch=DeviceBatch(*data, one.batch.indices))
+        return one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
 
     def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
         """See `ShardSteps`. Both are one message."""

@@ -24,6 +24,7 @@ from kerasdp.backends.steps import (
     TrainedWeights,
     all_variables,
     optimizers_of,
+    require_leaves,
     variables_of_own_step,
 )
 from kerasdp.backends.torch.gradients import detached
@@ -112,9 +113,9 @@ class CompiledStep(abc.ABC):
                 "without a SeedGenerator"
             )
         changed = [
-            (variable, value, new)
+            (variable, value, detached(new))
             for variable, value in zip(self.variables, values)
-            if (new := _held(scope, variable, value)) is not value
+            if (new := scope.state_mapping.get(id(variable), value)) is not value
         ]
         for _, value, new in changed if self.parts is None else self.parts.take(changed):
             value.copy_(new)
@@ -271,6 +272,7 @@ class RankInGraph(RankSteps):
             self._buckets.take_as_they_come({id(each): leaf for each, leaf in zip(variables, self._leaves)})
         with torch.enable_grad(), InnerScope() as scope:
             loss, share, found = compute(one)
+        require_leaves(variables, scope.assigned)
         gradients: list[Any] = []
         if variables:
             gradients = list(torch.autograd.grad(loss, self._leaves, allow_unused=True))
@@ -361,12 +363,6 @@ class CompiledEvaluation(CompiledStep):
                 result = getattr(self.steps, self.name)(batch)
             self.write(values, scope)
         return result
-
-
-def _held(scope: Any, variable: Any, value: torch.Tensor) -> torch.Tensor:
-    """Returns what a variable holds in a scope, as it was assigned; `value` if it was not."""
-    new = scope.state_mapping.get(id(variable), value)
-    return value if new is value else new.detach()
 
 
 def inductor_options(strategy: Any) -> dict[str, bool]:
@@ -510,14 +506,14 @@ class GradientBuckets:
         self.sent.append((bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
 
     def mean(
-        self, gradients: tuple[torch.Tensor | None, ...], variables: list[Any], shared: torch.Tensor | None
+        self, gradients: list[torch.Tensor | None], variables: list[Any], shared: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """Returns the averaged gradients of these variables, and the sum of `shared`.
 
         `shared` is sent together with the last gradients: each collective costs a wait for all ranks.
         """
         if self.num_replicas == 1:
-            return list(gradients), shared
+            return gradients, shared
         dtypes = {gradient.dtype for _, gradient in self.buckets[False]}
         joins_last_bucket = shared is not None and dtypes == {shared.dtype}
         sums = None if shared is None or joins_last_bucket else all_reduce_async(shared)

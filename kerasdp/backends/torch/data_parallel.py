@@ -72,7 +72,7 @@ class DataParallel(TorchStrategy):
         if self.is_gpu:
             self.open_statistics_group(model)
         steps, weights, parts = RankSteps(self, model), TrainedWeights(model), self._parts.of(model)
-        parallel = parallel_for = None
+        parallel_for = None
         compiled: CompiledTraining | CompiledOwnStep | None = None
         is_own = "train_step" in steps.own
         if parts is not None:
@@ -83,7 +83,7 @@ class DataParallel(TorchStrategy):
         num_trained = collections.Counter[Any]()
 
         def train(batch: DeviceBatch, detail: Detail) -> Trained:
-            nonlocal parallel, parallel_for, compiled, is_captured
+            nonlocal parallel_for, compiled, is_captured
             done = None
             if parts is not None:
                 parts.cut()
@@ -104,10 +104,10 @@ class DataParallel(TorchStrategy):
             elif done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
                 if parallel_for != (trained := weights.key()):
-                    parallel = None
-                    parallel, parallel_for = steps.distributed(batch), trained
+                    steps.module = model
+                    steps.module, parallel_for = steps.distributed(batch), trained
                 with numbers_made_on(self.device):
-                    done = steps.train(parallel, batch, detail)
+                    done = steps.train(batch, detail)
             loss, rate, logs, seen = done
             return Trained(to_host(loss), to_host(rate), logs, seen)
 

@@ -25,15 +25,8 @@ class RankSteps(ShardSteps):
     """Runs the steps of one model on this rank's rows."""
 
     @torch.no_grad()
-    def train(self, parallel: Any, batch: DeviceBatch, detail: Detail) -> Trained:
-        """Trains on the global batch, layer by layer: `fit_step`.
-
-        Args:
-            parallel: the model, in DistributedDataParallel if there are other ranks.
-            batch: this rank's rows, with padding.
-            detail: what to record.
-        """
-        self.module = parallel
+    def train(self, batch: DeviceBatch, detail: Detail) -> Trained:
+        """Trains on the global batch, operation by operation; `module` is what `distributed` gives. See `fit_step`."""
         for variable in self.model.trainable_weights:  # Keras' (3.15) `zero_grad` knows one of those that share a path
             variable.value.grad = None
         return fit_step(self, batch, detail)
@@ -44,7 +37,8 @@ class RankSteps(ShardSteps):
         That is in buckets as they come; until then there are none.
         """
         variables = self.model.trainable_weights
-        with contextlib.nullcontext() if one.is_last else without_exchange(self.module), torch.enable_grad():
+        is_exchanged = one.is_last or not hasattr(self.module, "no_sync")
+        with contextlib.nullcontext() if is_exchanged else self.module.no_sync(), torch.enable_grad():
             loss, share, found = compute(one)
             if variables:
                 loss.backward()
@@ -165,11 +159,6 @@ class RankSteps(ShardSteps):
                 ahead += [following for following, _ in node.next_functions]
         weights = [each for each in self.model.trainable_weights if not is_next_value(each)]
         return [variable.value for variable in weights if id(variable.value) in used]
-
-
-def without_exchange(parallel: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns the context of a pass whose gradients are added to those before: they are not exchanged yet."""
-    return parallel.no_sync() if hasattr(parallel, "no_sync") else contextlib.nullcontext()
 
 
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
