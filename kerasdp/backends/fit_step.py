@@ -48,7 +48,7 @@ def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
         share.take(sums)
         share.move_statistics()
         if variables:
-            model.optimizer.apply(means, variables)
+            model.optimizer.apply_gradients(zip(means, variables, strict=True))
 
     replica.update(update)  # the same on each replica
     loss = share.take(sums)

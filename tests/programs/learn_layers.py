@@ -91,11 +91,12 @@ def quantized(runner):
     from keras import layers
 
     def learned(layer, mode, x):
-        inputs = keras.Input(x.shape[1:], dtype=x.dtype)
-        hidden = layer(inputs if x.dtype == "int32" else layers.Dense(8, "tanh", dtype="float64")(inputs))
-        outputs = layers.Dense(3, dtype="float64")(layers.Flatten()(layers.Dense(4, "tanh", dtype="float64")(hidden)))
-        layer.quantize(mode)
-        with runner.scope():
+        with runner.scope():  # begins to number the layers, whatever was made before
+            inputs = keras.Input(x.shape[1:], dtype=x.dtype)
+            hidden = layer(inputs if x.dtype == "int32" else layers.Dense(8, "tanh", dtype="float64")(inputs))
+            outputs = layers.Dense(4, "tanh", dtype="float64")(hidden)
+            outputs = layers.Dense(3, dtype="float64")(layers.Flatten()(outputs))
+            layer.quantize(mode)
             model = keras.Model(inputs, outputs)
             model.compile(keras.optimizers.SGD(0.05), "mse")
         return runner.fit(model, x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
