@@ -315,7 +315,8 @@ class RankInGraph(RankSteps):
             updated = stack.enter_context(InnerScope(values))
             stack.enter_context(deciding_on_device(optimizer))
             update()
-        for variable in updated.assigned:  # not `assign`, which takes no parts
+        # Not `assign`, which takes no parts; and of all: Keras (3.15) changes values of an eager step in place.
+        for variable, _ in values:
             scope.state_mapping[id(variable)] = updated.get_current_value(variable)
 
 
