@@ -18,7 +18,11 @@ SHARDS = {
 }
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
 # In the default suite; the others are proofs.
-USUAL = {("jax", "weights", 2): ("tied",), ("torch", "weights", 2): ("tied", "frozen")}
+USUAL = {
+    ("jax", "weights", 2): ("tied",),
+    ("torch", "weights", 2): ("tied", "frozen"),
+    ("torch", "optimizer", 2): ("tied",),
+}
 
 
 def cases_of(backend, shard):
