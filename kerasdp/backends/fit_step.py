@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
-    """Trains on the global batch. The numbers are those of docs/internals/same-learning.md.
+    """Trains on the global batch. The numbers in brackets refer to docs/internals/same-learning.md.
 
     Args:
         replica: of the model.

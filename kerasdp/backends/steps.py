@@ -167,7 +167,8 @@ def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
 def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
     """Raises `UserError` for a trained weight that a forward pass assigns to, where variables are values in a scope.
 
-    Its gradient would be that of the value before; where variables are assigned in place, it is that of the new one.
+    There the gradient is taken by the value before the assignment. Where variables are assigned in place, the gradient
+    is taken by the new value.
     """
     trained = set(map(id, weights))
     for variable in assigned:
@@ -209,7 +210,7 @@ class Replica(abc.ABC):
 
         Args:
             leaf: rows of a batch.
-            rows: where they are among those of a replica.
+            rows: slice of the replica's rows.
             num_rows: of the micro-batch, over all replicas.
         """
 

@@ -433,12 +433,12 @@ class WholeBatch(Replica):
             rows = ReplicaRows(number * size, size, size)
             return run(carry, first._replace(batch=batch, replicas=(rows,)))
 
-        numbered = jnp.arange(len(full)), jax.tree.map(lambda *each: jnp.stack(each), *[one.batch[:3] for one in full])
+        stacked = jax.tree.map(lambda *each: jnp.stack(each), *[one.batch[:3] for one in full])
         carry: Any = self._shards.cut([jnp.zeros_like(current_value(weight)) for weight in weights]), begun
+        numbered = jnp.arange(len(full), dtype="int32"), stacked
         carry, each = jax.lax.scan(step, carry, numbered, unroll=self._writes_loops_out)
-        shared, known = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), each[:2])
-        kept = [jax.tree.map(lambda leaf, number=number: leaf[number], each.kept) for number in range(len(full))]
-        sums = Sums(shared, known, [data for one in kept for data in one])
+        kept = [jax.tree.map(operator.itemgetter(number), data) for number in range(len(full)) for data in each.kept]
+        sums = Sums(*jax.tree.map(lambda leaf: jnp.sum(leaf, 0), each[:2]), kept)
         for one in passes[len(full) :]:
             carry, left = run(carry, one)
             sums = added(sums, left)

@@ -41,7 +41,7 @@ class ReplicaSteps(ShardSteps):
         return tuple(fit_step(self, batch, detail))
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """See `ShardSteps`. In graphs, micro-batches of one size are calls of one function."""
+        """See `Replica`. In graphs, micro-batches of one size are calls of one function."""
         # Several replicas cannot meet within a function.
         if one.total_rows is not None and self.strategy.num_replicas == 1 and not tf.executing_eagerly():
             return self._by_call(compute, one)
@@ -70,13 +70,13 @@ class ReplicaSteps(ShardSteps):
         return gradients, share, {}
 
     def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
-        """See `ShardSteps`. TensorFlow would otherwise make all forward passes first, and keep all that they leave."""
+        """See `Replica`. TensorFlow would otherwise make all forward passes first, and keep all that they leave."""
         with tf.control_dependencies([each for each in gradients if each is not None]):
             data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), tuple(one.batch[:3]))
         return one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
 
     def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
-        """See `ShardSteps`. Both are one message."""
+        """See `Replica`. Both are one message."""
         from kerasdp.keras_compat.layers import is_next_value
 
         if self.strategy.num_replicas == 1:
@@ -90,7 +90,7 @@ class ReplicaSteps(ShardSteps):
             means, sums = received()
             return self.joined(means, next_values), sums
 
-        # Compiled with what uses it, it is no operation of its own, and nothing is kept. Elsewhere once is enough.
+        # On GPUs the compiled update calls it again, so that its results are not stored. Elsewhere one call is enough.
         return take_apart if xla.has_gpus() else functools.cache(take_apart)
 
     def update(self, update: Callable[[], None]) -> None:

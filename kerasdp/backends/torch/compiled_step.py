@@ -264,7 +264,7 @@ class RankInGraph(RankSteps):
         self._buckets = GradientBuckets(self.strategy, leaves, averaged, self.parts)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
-        """See `ShardSteps`. With one pass, gradients are sent as they come."""
+        """See `Replica`. With one pass, gradients are sent as they come."""
         from kerasdp.keras_compat.layers import InnerScope
 
         variables = self.model.trainable_weights
@@ -280,7 +280,7 @@ class RankInGraph(RankSteps):
         return gradients, share, found
 
     def mean(self, gradients: list[torch.Tensor | None], shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
-        """See `ShardSteps`."""
+        """See `Replica`."""
         variables = self.model.trainable_weights
         if not self._buckets.takes_as_they_come:
             self._buckets.take({id(variable): gradient for variable, gradient in zip(variables, gradients)})
@@ -291,11 +291,11 @@ class RankInGraph(RankSteps):
         return lambda: received
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """See `ShardSteps`."""
+        """See `Replica`."""
         return gradients if self.parts is None else self.parts.whole_gradients(gradients)
 
     def update(self, update: Callable[[], None]) -> None:
-        """See `ShardSteps`. This rank updates its parts, if it has parts."""
+        """See `Replica`. This rank updates its parts, if it has parts."""
         from kerasdp.keras_compat.layers import InnerScope
         from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
 

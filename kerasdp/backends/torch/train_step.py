@@ -32,7 +32,7 @@ class RankSteps(ShardSteps):
         return fit_step(self, batch, detail)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
-        """See `ShardSteps`. DistributedDataParallel adds up the gradients of all passes, and averages them in the last.
+        """See `Replica`. DistributedDataParallel adds up the gradients of all passes, and averages them in the last.
 
         That is in buckets as they come; until then there are none.
         """
@@ -45,7 +45,7 @@ class RankSteps(ShardSteps):
         return [variable.value.grad if one.is_last else None for variable in variables], share, found
 
     def mean(self, gradients: list[torch.Tensor | None], shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
-        """See `ShardSteps`."""
+        """See `Replica`."""
         from kerasdp.keras_compat.layers import is_next_value
 
         variables = self.model.trainable_weights
@@ -56,7 +56,7 @@ class RankSteps(ShardSteps):
         return lambda: (gradients, shared)
 
     def update(self, update: Callable[[], None]) -> None:
-        """See `ShardSteps`."""
+        """See `Replica`."""
         with updating_on(self.strategy.device, self.model.optimizer):
             update()
 
