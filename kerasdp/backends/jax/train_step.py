@@ -438,16 +438,16 @@ class WholeBatch(Replica):
         numbered = jnp.arange(len(full), dtype="int32"), stacked
         carry, each = jax.lax.scan(step, carry, numbered, unroll=self._writes_loops_out)
         kept = [jax.tree.map(operator.itemgetter(number), data) for number in range(len(full)) for data in each.kept]
-        sums = Sums(*jax.tree.map(lambda leaf: jnp.sum(leaf, 0), each[:2]), kept)
+        shared, known = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), (each.shared, each.known))
+        sums = Sums(shared, known, kept)
         for one in passes[len(full) :]:
             carry, left = run(carry, one)
             sums = added(sums, left)
         gradients, values = carry
         for variable, value in zip(variables, values):
             variable.assign(value)
-        share = shares[-1]
-        share.sums = sums
-        return gradients, share, {}
+        shares[-1].sums = sums
+        return gradients, shares[-1], {}
 
     def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
         """See `Replica`.
