@@ -74,7 +74,7 @@ def train(runner: "kerasdp.Runner") -> float:
             total = reward + DISCOUNT * more * total
             returns.append(total)
         batch = {name: np.concatenate(parts) for name, parts in seen.items()}
-        loss = train_step(batch | {"returns": np.concatenate(returns[::-1]).astype("float32")})
+        loss = train_step(batch | {"returns": np.concatenate(returns[::-1]).astype(keras.config.floatx())})
         runner.log({"loss": loss, "steps of the last 50 games": np.mean(ended[-50:])})
     games.close()
     return float(np.mean(ended[-50:]))

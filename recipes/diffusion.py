@@ -67,7 +67,7 @@ def train(runner: "kerasdp.Runner") -> float:
 
     @runner.step
     def train_step(batch):
-        images = ops.cast(batch[0], "float32") / 127.5 - 1
+        images = ops.cast(batch[0], keras.config.floatx()) / 127.5 - 1
         noise = keras.random.normal(ops.shape(images), seed=seeds)
         time = keras.random.uniform((ops.shape(images)[0], 1), seed=seeds)
 
@@ -95,8 +95,8 @@ def train(runner: "kerasdp.Runner") -> float:
         of_image, of_noise = (rate[:, :, None, None] for rate in rates(time))
         return mixed((noisy - of_noise * noise) / of_image, noise, earlier)
 
-    images = np.random.RandomState(config.seed).normal(size=(32, *data.input_shape)).astype("float32")
-    times = np.linspace(1, 0, SAMPLING_STEPS + 1, dtype="float32")
+    images = np.random.RandomState(config.seed).normal(size=(32, *data.input_shape)).astype(keras.config.floatx())
+    times = np.linspace(1, 0, SAMPLING_STEPS + 1, dtype=keras.config.floatx())
     for now, next_one in zip(times[:-1], times[1:], strict=True):
         now, next_one = (np.full((32, 1), time) for time in (now, next_one))
         images = ops.convert_to_numpy(less_noise({"noisy": images, "time": now, "earlier": next_one}))

@@ -76,7 +76,7 @@ def train(runner: "kerasdp.Runner") -> float:
 
     @runner.step
     def train_step(batch):
-        real = ops.cast(batch[0], "float32") / 127.5 - 1  # the labels are not needed
+        real = ops.cast(batch[0], keras.config.floatx()) / 127.5 - 1  # the labels are not needed
         for _ in range(CRITIC_UPDATES):
             loss, seen = update_critic(real)
         distance.update_state(seen)
@@ -99,7 +99,8 @@ def train(runner: "kerasdp.Runner") -> float:
         runner.log(logs)
 
     make = runner.step(lambda noise: generator(noise, training=False), returns="rows")
-    made = ops.convert_to_numpy(make(np.random.RandomState(config.seed).normal(size=(100, NOISE)).astype("float32")))
+    noise = np.random.RandomState(config.seed).normal(size=(100, NOISE)).astype(keras.config.floatx())
+    made = ops.convert_to_numpy(make(noise))
     if runner.is_chief and config.workdir is not None:
         height, width, channels = data.input_shape
         rows = made.reshape(10, 10, height, width, channels).transpose(0, 2, 1, 3, 4)
