@@ -8,7 +8,7 @@
 Expected of the second: validation accuracy at least 0.96 on held-out digits, in less than two minutes on two CPU cores.
 
 The libraries that know the files give records by their number: `datasets` (Parquet, mapped into memory) and `grain`
-(ArrayRecord); pip install 'kerasdp[data]'. Images are decoded in two processes for each process that trains.
+(ArrayRecord); pip install 'kerasdp[data]'. Images are decoded in threads.
 """
 
 import glob
@@ -46,11 +46,11 @@ def open_shards(folder: str | None, split: str) -> "kerasdp.RecordSource":
         datasets.disable_progress_bars()
         # The first time this copies the tables into a cache on disk, as Arrow; from then on it maps them into memory.
         table = datasets.load_dataset("parquet", data_files=paths, split="train")
-        return kerasdp.RecordSource(table, lambda row: (pixels(row["image"]), row["label"]), num_workers=2)
+        return kerasdp.RecordSource(table, lambda row: (pixels(row["image"]), row["label"]))
     import grain
 
     records = grain.sources.ArrayRecordDataSource(paths)  # each of a byte for the class, and the image
-    return kerasdp.RecordSource(records, lambda record: (pixels(record[1:]), record[0]), num_workers=2)
+    return kerasdp.RecordSource(records, lambda record: (pixels(record[1:]), record[0]))
 
 
 def pixels(png: bytes) -> Any:

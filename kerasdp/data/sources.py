@@ -1,18 +1,15 @@
 """Reads samples by their number: from arrays, a folder of images, columns, or a library that knows its files."""
 
-import functools
 import math
 import numbers
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
 import numpy as np
 
-from kerasdp.data.decoding import DecodingProcesses, decoded
 from kerasdp.errors import UserError
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
@@ -374,19 +371,15 @@ class RecordSource:
             it reads several at once.
         decode: makes `(inputs, targets)`, `(inputs, targets, sample_weight)` or inputs alone of a record: arrays or
             numbers without a batch axis, or structures of such. None: the records are that.
-        num_threads: of this process that read at once.
-        num_workers: processes that decode what this one reads, for a `decode` that is slow Python; 0: its threads do
-            it. Where reading is slow Python, too: `RecordSource(range(len(data)), data.__getitem__, num_workers=4)`.
+        num_threads: that read and decode at once.
 
     Raises:
-        UserError: if there are no records, or `num_workers` without `decode`.
+        UserError: if there are no records.
     """
 
     name = ""
 
-    def __init__(
-        self, records: Any, decode: Callable[[Any], Any] | None = None, num_threads: int = 4, num_workers: int = 0
-    ):
+    def __init__(self, records: Any, decode: Callable[[Any], Any] | None = None, num_threads: int = 4):
         kind = type(records).__name__
         if not hasattr(records, "__getitem__") or not hasattr(records, "__len__"):
             raise UserError(
@@ -396,16 +389,12 @@ class RecordSource:
         self.num_samples, self.num_threads = len(records), num_threads
         if not self.num_samples:
             raise UserError(f"expected at least one record. Received: a {kind} without any")
-        if num_workers and decode is None:
-            raise UserError(f"num_workers: expected 0 without decode. Received: {num_workers}; leave it out")
-        self._records, self._decode, self._num_workers = records, decode, num_workers
+        self._records, self._decode = records, decode
         # What each thread read last: inputs and targets of a batch are asked for one after the other.
         self._last = threading.local()
-        self._pool: DecodingProcesses | None = None
-        self._lock = threading.Lock()
 
-    def __reduce__(self) -> Any:
-        return type(self), (self._records, self._decode, self.num_threads, self._num_workers)
+    def __reduce__(self) -> Any:  # what threads have read is not sent
+        return type(self), (self._records, self._decode, self.num_threads)
 
     def inputs(self, indices: np.ndarray) -> Any:
         """See `kerasdp.data.sources.Source`."""
@@ -430,17 +419,15 @@ class RecordSource:
             return []
         several = hasattr(self._records, "__getitems__")
         samples = self._records.__getitems__(indices) if several else [self._records[index] for index in indices]
-        if self._decode is not None:
-            decode = self._processes() or functools.partial(decoded, self._decode)
-            samples = decode(indices, list(samples))
-        return [keras.utils.unpack_x_y_sample_weight(sample) for sample in samples]
+        found = zip(indices, samples, strict=True)
+        return [keras.utils.unpack_x_y_sample_weight(self._decoded(index, sample)) for index, sample in found]
 
-    def _processes(self) -> DecodingProcesses | None:
-        with self._lock:
-            if self._num_workers and self._decode is not None and self._pool is None:
-                self._pool = DecodingProcesses(self._decode, self._num_workers)
-                weakref.finalize(self, self._pool.close)
-            return self._pool
+    def _decoded(self, index: int, record: Any) -> Any:
+        try:
+            return record if self._decode is None else self._decode(record)
+        except Exception as error:
+            error.add_note(f"in decode, of record {index}")
+            raise
 
 
 def _stacked(samples: Sequence[Any]) -> Any:

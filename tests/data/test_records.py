@@ -1,11 +1,7 @@
-"""Records that libraries read by their numbers: once each, decoded here or in processes, the same as arrays."""
+"""Records that libraries read by their numbers: once each, the same as arrays."""
 
 import io
-import os
-import pickle
-import threading
 
-import cloudpickle
 import grain
 import numpy as np
 import pytest
@@ -15,7 +11,7 @@ from PIL import Image
 import kerasdp
 from kerasdp.data.batch import SampleReader
 from kerasdp.data.sampling import Order, Split
-from kerasdp.errors import UserError, WorkerError
+from kerasdp.errors import UserError
 
 X, Y = np.arange(44).reshape(22, 2) / 7, np.arange(22)
 
@@ -64,68 +60,13 @@ def test_a_run_that_resumes_reads_nothing_of_what_is_behind():
     assert len(records.read) == 22 - 2 * 7
 
 
-def with_process():
-    """A function that travels as its code: workers would need long to import this module, with Keras and Grain."""
-
-    def decode(record):
-        return {"process": os.getpid(), "x": record[0]}, record[1]
-
-    return decode
-
-
-@pytest.mark.parametrize("send", [False, True], ids=["made here", "sent to a rank"])
-def test_processes_read_and_decode(send):
-    source = kerasdp.RecordSource(Rows(), with_process(), num_workers=2)
-    source = pickle.loads(cloudpickle.dumps(source)) if send else source
-    indices = np.array([5, 0, 21, 5, 9])
-    inputs, (targets, _) = source.inputs(indices), source.targets(indices)
-    np.testing.assert_array_equal(inputs["x"], X[indices].astype("float32"))
-    np.testing.assert_array_equal(targets, Y[indices])
-    assert os.getpid() not in inputs["process"] and 1 <= len(set(inputs["process"])) <= 2
-
-
-def test_several_threads_use_the_same_processes():
-    source = kerasdp.RecordSource(Rows(), with_process(), num_workers=2)
-    source.inputs(np.arange(1))
-    order, found = Order(num_samples=22, batch_size=3), {}
-
-    def read(number):
-        found[number] = source.targets(order.batch(0, number))[0].tolist()
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(order.num_batches)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: batch.tolist() for number, batch in enumerate(order.batches(0))}
-
-
-def test_reading_may_be_done_by_the_processes_too():
-    class Squares:
-        def __getitem__(self, index):
-            return os.getpid(), index**2
-
-    source = kerasdp.RecordSource(range(9), Squares().__getitem__, num_workers=1)
-    np.testing.assert_array_equal(source.targets(np.array([3, 1]))[0], [9, 1])
-    assert os.getpid() not in source.inputs(np.array([3, 1]))
-
-
 def test_a_failing_decode_names_the_record():
     def decode(record):
         raise ValueError("no image")
 
-    for num_workers in (0, 1):
-        with pytest.raises(ValueError, match="no image") as caught:
-            kerasdp.RecordSource(Rows(), decode, num_workers=num_workers).inputs(np.array([4]))
-        assert caught.value.__notes__ == ["in decode, of record 4"]
-
-
-def test_a_process_that_is_killed_ends_the_run():
-    def decode(record):
-        os._exit(3)
-
-    with pytest.raises(WorkerError, match="terminated abruptly.*maybe for want of memory"):
-        kerasdp.RecordSource(Rows(), decode, num_workers=1).inputs(np.array([4]))
+    with pytest.raises(ValueError, match="no image") as caught:
+        kerasdp.RecordSource(Rows(), decode).inputs(np.array([4]))
+    assert caught.value.__notes__ == ["in decode, of record 4"]
 
 
 @pytest.mark.parametrize(
@@ -143,16 +84,8 @@ def test_what_cannot_be_samples(records, message):
     assert message in str(caught.value)
 
 
-def test_processes_without_a_decode_or_that_cannot_have_it():
-    with pytest.raises(UserError, match="num_workers: expected 0 without decode"):
-        kerasdp.RecordSource(Rows(), num_workers=2)
-    lock = threading.Lock()
-    with pytest.raises(UserError, match=r"decode: cannot be sent .*lock.*; use num_workers=0"):
-        kerasdp.RecordSource(Rows(), lambda record: (lock, record), num_workers=2).inputs(np.array([4]))
-
-
 def test_array_record_through_grain(tmp_path):
-    """Several files with one number for each record, whose images are decoded in processes."""
+    """Several files with one number for each record."""
     images = np.random.RandomState(0).randint(0, 256, (30, 5, 4)).astype("uint8")
     for shard in range(3):
         writer = array_record_module.ArrayRecordWriter(str(tmp_path / f"{shard}.array_record"), "group_size:1")
@@ -167,7 +100,6 @@ def test_array_record_through_grain(tmp_path):
 
     records = grain.sources.ArrayRecordDataSource(sorted(map(str, tmp_path.iterdir())))
     indices = np.random.RandomState(1).permutation(30)
-    for num_workers in (0, 2):
-        source = kerasdp.RecordSource(records, decode, num_workers=num_workers)
-        np.testing.assert_array_equal(source.inputs(indices), images[indices])
-        np.testing.assert_array_equal(source.targets(indices)[0], indices)
+    source = kerasdp.RecordSource(records, decode)
+    np.testing.assert_array_equal(source.inputs(indices), images[indices])
+    np.testing.assert_array_equal(source.targets(indices)[0], indices)

@@ -3,7 +3,7 @@
 python watched.py SETTINGS: fields of kerasdp.Config as JSON, and
     folder: of the files that say where the run is: `begun-RANK` as soon as its processes have joined, `middle-RANK`
         after step 3, where it waits for the file `continue`
-    data: `arrays`, `records` (decoded by two processes), or `loader` (a DataLoader of torch with two workers)
+    data: `arrays`, or `loader` (a DataLoader of torch with two workers)
 """
 
 import json
@@ -22,18 +22,10 @@ X = np.random.RandomState(0).randn(ROWS, 4).astype("float32")
 Y = (X.sum(1) > 0).astype("int32")
 
 
-def decode(record):
-    return X[record], Y[record]
-
-
 def batches(kind):
     """x and y of `fit`."""
     if kind == "arrays":
         return X, Y
-    if kind == "records":
-        from kerasdp.data.sources import RecordSource
-
-        return RecordSource(list(range(ROWS)), decode, num_workers=2), None
     import torch
 
     rows = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))

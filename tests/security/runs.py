@@ -10,8 +10,6 @@ import time
 
 from tests.helpers import PROGRAMS, ROOT, environment, finish, result_of, start
 
-ON_ONE_MACHINE = {"torch": "loader", "jax": "records", "tensorflow": "records"}
-
 
 class Run:
     """A run of one machine.

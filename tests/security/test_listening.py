@@ -5,7 +5,7 @@ import pytest
 from tests.helpers import BACKENDS
 from tests.hosts import netns
 from tests.security.listeners import listeners, reachable_by_others, table
-from tests.security.runs import ON_ONE_MACHINE, Run
+from tests.security.runs import Run
 
 pytestmark = pytest.mark.skipif(not netns.hosts_available(), reason=netns.NO_HOSTS)
 # Backend, devices, and whether the programs start as a user starts them.
@@ -26,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize(("backend", "devices", "is_cold"), CASES)
 def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, devices, is_cold):
     """With processes that read data: two that decode, or a DataLoader's."""
-    settings = {"num_devices": devices, "data": ON_ONE_MACHINE[backend]}
+    settings = {"num_devices": devices, "data": "loader"}
     with netns.network(1) as hosts, Run(hosts[0], backend, is_cold=is_cold, **settings) as run:
         num_ranks = devices if backend == "torch" else 1
         run.wait_for("middle", num_ranks, 120)

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import BACKENDS, PROGRAMS, all_but
 from tests.hosts import netns
 from tests.security.listeners import listeners, shared_memory
-from tests.security.runs import ON_ONE_MACHINE, Run
+from tests.security.runs import Run
 
 # Root, to become another user; hosts, so that nothing is found but what is the run's.
 pytestmark = pytest.mark.skipif(not netns.hosts_available(), reason=netns.NO_HOSTS)
@@ -44,7 +44,7 @@ def meet(run, host):
 
 @all_but("jax", "tensorflow")
 def test_on_one_machine_another_user_is_let_in_nowhere(backend):
-    with netns.network(1) as hosts, Run(hosts[0], backend, num_devices=2, data=ON_ONE_MACHINE[backend]) as run:
+    with netns.network(1) as hosts, Run(hosts[0], backend, num_devices=2, data="loader") as run:
         run.wait_for("middle", 2 if backend == "torch" else 1)
         meet(run, hosts[0])
         assert len(run.losses()) == 40
