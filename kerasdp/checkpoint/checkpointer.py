@@ -135,10 +135,7 @@ class Checkpointer:
             states = self._resumed.state["callbacks"]
             left = training_state.restore_callbacks(self.stateful, states, self._resumed.arrays, self.model)
             if left and self.writer:
-                report.warn(
-                    f"--resume: not restored: {', '.join(left)}; make an object of the same class in the callback's "
-                    "`__init__` or `on_train_begin`, which then gets its items"
-                )
+                report.warn(f"--resume: not restored: {', '.join(left)}; what this run has there stays")
         self._unsaved = [training_state.unsaved_attributes(callback) for callback in self.stateful]
 
     def begin_epoch(self) -> None:

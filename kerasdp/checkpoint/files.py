@@ -25,7 +25,6 @@ from kerasdp.errors import CheckpointError, UserError
 # Increased when an older reader would misread, or wrongly refuse, what is written. Only this one is read.
 FORMAT = 4
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-_NAMES = re.compile(r"(step-\d{8,}|best)\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +186,7 @@ class Writer:
             self.last_good, self.unwritten = path, None
             folder = folder_at(self.folder)
             if is_best:
-                folder.copy(os.path.basename(path), "best.safetensors")
+                save(os.path.join(self.folder, "best.safetensors"), checkpoint)
             for old in paths_in(self.folder)[self.keep :]:
                 folder.remove(os.path.basename(old))
         except OSError as error:
@@ -213,7 +212,7 @@ def set_aside(folder: str, used: str) -> None:
     """
     files = folder_at(folder)
     try:
-        files.clean(_NAMES)
+        files.clean()
         for path in paths_in(folder):
             if path == used:
                 break
@@ -242,6 +241,26 @@ def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 _MOST = 2**53  # beyond it a float, as ranks exchange them, is no longer exact
+# Kinds: `int` from 0 on, `float` any number, `[kind]` a list, `{str: kind}` an object of any names, `{name: kind}` one
+# with these, and a tuple of several.
+_FIELDS: dict[str, Any] = {
+    "step": int,
+    "epoch": int,
+    "batch": int,
+    "stopped": bool,
+    "best": (None, {"name": str, "score": float}),
+    "data": (None, {"pass": int, "rows": int}),
+    "identity": dict,
+    "recorder": {
+        "last_logs": {str: (float, list)}, "history": [{"epoch": int}], "epoch_seconds": [float],
+        "epoch_rates": [float], "images": int, "seconds": float,
+    },
+    "callbacks": {str: dict},
+    "saved_by": {"backend": str, "devices": int},
+    "config": {"model": str, "dataset": str, "data_dir": (None, str)},
+    "architecture": (None, dict),
+    "versions": dict,
+}  # fmt: skip
 
 
 def _check_fields(path: str, state: Any) -> dict[str, Any]:
@@ -253,10 +272,27 @@ def _check_fields(path: str, state: Any) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is corrupt: expected an object as its state. Received: {_shown(state)}")
     require(path, state, "step")
-    for name, (expected, is_right) in _FIELDS.items():
-        if name in state and not is_right(state[name]):
-            raise CheckpointError(f"{path} is corrupt: expected {expected} as {name}. Received: {_shown(state[name])}")
+    for name, kind in _FIELDS.items():
+        if name in state and not _is_of(kind, state[name]):
+            raise CheckpointError(
+                f"{path} is corrupt: expected another value as {name}. Received: {_shown(state[name])}"
+            )
     return state
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Returns whether a value is of a kind, as in `_FIELDS`."""
+    if isinstance(kind, tuple):
+        return any(_is_of(each, value) for each in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is_of(kind[0], each) for each in value)
+    if isinstance(kind, dict):
+        fields = dict.fromkeys(value, kind[str]) if str in kind and isinstance(value, dict) else kind
+        return isinstance(value, dict) and all(name in value and _is_of(fields[name], value[name]) for name in fields)
+    if kind in (int, float):
+        is_small = type(value) is int and abs(value) < _MOST
+        return is_small and value >= 0 if kind is int else is_small or type(value) is float
+    return value is None if kind is None else isinstance(value, kind)
 
 
 def require(path: str, state: dict[str, Any], *names: str) -> None:
@@ -269,88 +305,3 @@ def require(path: str, state: dict[str, Any], *names: str) -> None:
 def _shown(value: Any) -> str:
     # A list may be as long as the file, or as deep: only its kind is shown.
     return ascii(value)[:80] if isinstance(value, (str, float, bool, type(None))) else f"{type(value).__name__}"
-
-
-_Check = Callable[[Any], bool]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < _MOST)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _or_none(is_right: _Check) -> _Check:
-    return lambda value: value is None or is_right(value)
-
-
-def _list_of(is_right: _Check) -> _Check:
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
-
-
-def _object_of(is_right: _Check) -> _Check:
-    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
-
-
-def _has(**fields: _Check) -> _Check:
-    """Returns whether a value is an object with these fields, and maybe others."""
-    return lambda value: (
-        isinstance(value, dict) and all(name in value and is_right(value[name]) for name, is_right in fields.items())
-    )
-
-
-def _is_value(value: Any) -> bool:
-    return _is_number(value) or _list_of(_is_value)(value)
-
-
-_is_logs = _object_of(_is_value)
-
-
-def _is_row(value: Any) -> bool:
-    """Returns whether a value is a row of history.csv, which curves can be drawn from."""
-    drawn = ("loss", "val_loss", "accuracy", "val_accuracy")
-    is_drawable = _is_logs(value) and all(_is_number(value[name]) for name in drawn if name in value)
-    return is_drawable and _is_count(value.get("epoch"))
-
-
-def _is_record(value: Any) -> bool:
-    """Returns whether a value is what the recorder of a run keeps."""
-    is_right = _has(
-        last_logs=_is_logs, history=_list_of(_is_row), epoch_seconds=_list_of(_is_number),
-        epoch_rates=_list_of(_is_number), images=_is_count, seconds=_is_number,
-    )(value)  # fmt: skip
-    return is_right and _list_of(_is_number)(losses := value.get("losses", [0, 0])) and len(losses) == 2
-
-
-def _is_place(value: Any) -> bool:
-    """Returns whether a value is the place in the data of a reader, as the state of an iterator."""
-    if not isinstance(value, dict):
-        return value is None
-    return value.get("state") is None or _has(**{"pass": _is_count}, rows=_is_count)(value)
-
-
-_FIELDS: dict[str, tuple[str, _Check]] = {
-    "step": ("a whole number from 0 on", _is_count),
-    "epoch": ("a whole number from 0 on", _is_count),
-    "batch": ("a whole number from 0 on", _is_count),
-    "stopped": ("true or false", lambda value: isinstance(value, bool)),
-    "best": ("name and score, or null,", _or_none(_has(name=_is_text, score=_is_number))),
-    "data": ("the place in the data", _is_place),
-    "identity": ("an object", _is_object),
-    "recorder": ("losses and times", _is_record),
-    "callbacks": ("an object of objects", _object_of(_is_object)),
-    "saved_by": ("backend and devices", _has(backend=_is_text, devices=_is_count)),
-    "config": ("model, dataset and data_dir", _has(model=_is_text, dataset=_is_text, data_dir=_or_none(_is_text))),
-    "architecture": ("an object, or null,", _or_none(_is_object)),
-    "versions": ("an object", _is_object),
-}  # fmt: skip

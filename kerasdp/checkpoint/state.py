@@ -8,7 +8,6 @@ form, whatever it contains.
 """
 
 import collections
-import copy
 import hashlib
 import json
 import warnings
@@ -31,8 +30,8 @@ from kerasdp.portability.portable import batch_norms
 
 # `kerasdp.backends.base.Strategy.read`.
 Read = Callable[[keras.Model, list[Any], Callable[[Any], Any] | None], list[Any]]
-# Of what is in the identity of a run, and those that are digests.
-MICRO_BATCH_ROWS, FROZEN = "rows that a batch norm sees", "the frozen weights"
+# Of what is in the identity of a run; those that are digests.
+FROZEN = "the frozen weights"
 _DIGESTS = ("model", "first batch of the data", "the weights that train", FROZEN)
 # What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate")
@@ -143,7 +142,7 @@ def identity(
         for where, other in names_in(model).optimizers:
             found[f"{where} of the model"] = list(_optimizer_in_words(other))
     if micro_batch_rows is not None and batch_norms(model):
-        found[MICRO_BATCH_ROWS] = micro_batch_rows
+        found["rows that a batch norm sees"] = micro_batch_rows
     if held := frozen(model):
         names = sorted(name for name, variable in named(model, "model") if variable.trainable and name not in held)
         found["the weights that train"] = _digest(map(_as_bytes, names))
@@ -162,33 +161,27 @@ def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
     return words, float(np.float32(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 
-def difference_of(saved: dict[str, Any], own: dict[str, Any]) -> str:
-    """Returns the first difference between two identities, in words; "" if there is none."""
-    absent = {"--checkpoint_weights": "all", "the weights that train": "of all"}
-    saved, own = absent | saved, absent | own
-    for name in dict.fromkeys((*saved, *own)):
-        if saved.get(name) != own.get(name):
-            expected, received = saved.get(name), own.get(name)
-            if name == "--learning_rate" and None in (expected, received):  # the optimizer's
-                expected, received = (_rate_in_words(each.get("learning rate")) for each in (saved, own))
-            kind = "the digest " if name in _DIGESTS else ""
-            return f"{name}: expected {kind}{expected!s:.300}. Received: {received!s:.300}"
-    return ""
-
-
 def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Raises `UserError` if two identities differ, with the first difference."""
-    found = difference_of(saved, own)
-    if found.startswith(FROZEN):
+    absent = {"--checkpoint_weights": "all", "the weights that train": "of all"}
+    saved, own = absent | saved, absent | own
+    name = next((name for name in dict.fromkeys((*saved, *own)) if saved.get(name) != own.get(name)), None)
+    if name is None:
+        return
+    expected, received = saved.get(name), own.get(name)
+    if name == "--learning_rate" and None in (expected, received):  # the optimizer's
+        expected, received = (_rate_in_words(each.get("learning rate")) for each in (saved, own))
+    kind = "the digest " if name in _DIGESTS else ""
+    found = f": expected {kind}{expected!s:.300}. Received: {received!s:.300}"
+    if name == FROZEN:
         raise UserError(
             "--resume: the frozen weights, which no checkpoint of this run holds, are not those that it began "
-            f"with{found.removeprefix(FROZEN)}; begin with the same file, preset or seed"
+            f"with{found}; begin with the same file, preset or seed"
         )
-    if found:
-        raise UserError(
-            f"--resume: this run differs from the one in the workdir in {found}; backend, devices and precision may "
-            "change, this may not; a new run can begin with its weights, which recipes/export.py writes"
-        )
+    raise UserError(
+        f"--resume: this run differs from the one in the workdir in {name}{found}; backend, devices and precision may "
+        "change, this may not; a new run can begin with its weights, which recipes/export.py writes"
+    )
 
 
 def _rate_in_words(rate: Any) -> str:
@@ -222,11 +215,7 @@ def _digest(arrays: Iterable[Any]) -> str:
 # Attributes of Keras' `Callback`, or set by each `fit`.
 _NOT_STATE = ("_model", "params", "validation_data")
 _PLAIN = (bool, int, float, str, type(None))
-_HOLDING = (list, tuple, dict, set, frozenset, collections.deque)
-# What can be made of its items alone. Others (a defaultdict, a deque with its length) take them if they are there.
-_MADE_OF_ITEMS = {
-    kind.__name__: kind for kind in (list, tuple, dict, set, frozenset, collections.Counter, collections.OrderedDict)
-}
+_COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, dict, set, frozenset)}
 # How deep an attribute that cannot be saved is looked at for changes.
 _DEPTH = 3
 
@@ -272,21 +261,17 @@ def restore_callbacks(
     """Gives callbacks the state that `callback_states` took; one that is new keeps its own.
 
     Returns:
-        The attributes that keep their own value, since what was saved needs an object that is not there.
+        The attributes that keep their own value, since a file may not set them, or what it holds cannot be read.
     """
     left = []
     for key, callback in zip(_callback_keys(callbacks), callbacks):
         for name, value in states.get(key, {}).items():
-            own, shown = vars(callback).get(name), f"{type(callback).__name__}.{ascii(name)[1:-1]:.80}"
-            if not _may_be_restored(callback, name, value):
-                left.append(shown)
-                continue
-            # Two attributes may share an object, of which only one has changed.
-            is_shared = sum(other is own for other in vars(callback).values()) > 1
             try:
-                setattr(callback, name, _decode(value, arrays, _copied(own) if is_shared else own, model))
+                if not _may_be_restored(callback, name, value):
+                    raise LookupError
+                setattr(callback, name, _decode(value, arrays, model))
             except (LookupError, TypeError, ValueError, RecursionError):  # the file may hold anything
-                left.append(shown)
+                left.append(f"{type(callback).__name__}.{ascii(name)[1:-1]:.80}")
     return left
 
 
@@ -330,7 +315,7 @@ def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
 def _described(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
-    if depth and isinstance(value, _HOLDING):
+    if depth and isinstance(value, (*_COLLECTIONS.values(), collections.deque)):
         parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
         return f"{type(value).__name__}({', '.join(_described(part, depth - 1) for part in parts)})"
     return f"{type(value).__name__} at {id(value)}"
@@ -368,10 +353,8 @@ def _encode(value: Any, key: str, arrays: dict[str, np.ndarray] | None, model: k
         if arrays is not None:
             arrays[key] = value.copy()
         return {"array": key}
-    if not isinstance(value, _HOLDING):
-        raise TypeError
     kind = type(value).__name__
-    if kind not in _MADE_OF_ITEMS and isinstance(value, (tuple, frozenset)):  # which cannot take items later
+    if _COLLECTIONS.get(kind) is not type(value):
         raise TypeError
     order = None if model is None else _canonical_order(model, value)
     if order is not None and isinstance(value, list):
@@ -383,11 +366,11 @@ def _encode(value: Any, key: str, arrays: dict[str, np.ndarray] | None, model: k
     return items if type(value) is list else {"kind": kind, "items": items}
 
 
-def _decode(value: Any, arrays: dict[str, np.ndarray], own: Any, model: keras.Model) -> Any:
-    """Returns what `_encode` was given: `own`, with other items, if it is of that kind.
+def _decode(value: Any, arrays: dict[str, np.ndarray], model: keras.Model) -> Any:
+    """Returns what `_encode` was given.
 
     Raises:
-        LookupError: if `own` is not, and one cannot be made of its items alone; or `_encode` writes no such thing.
+        LookupError, TypeError, ValueError: if `_encode` writes no such thing.
     """
     if not isinstance(value, (list, dict)):
         return value
@@ -395,41 +378,9 @@ def _decode(value: Any, arrays: dict[str, np.ndarray], own: Any, model: keras.Mo
         return arrays[value["array"]]
     if isinstance(value, dict) and value.keys() == {"weights"} and len(value["weights"]) == len(model.weights):
         order = _order_of_names(model)
-        return [_decode(value["weights"][order.index(place)], arrays, None, model) for place in range(len(order))]
+        return [_decode(value["weights"][order.index(place)], arrays, model) for place in range(len(order))]
     kind, items = ("list", value) if isinstance(value, list) else (value["kind"], value["items"])
-    if type(own).__name__ != kind:
-        own = None
-    made: list[Any]
-    if isinstance(own, dict) or issubclass(_MADE_OF_ITEMS.get(kind, object), dict):
-        names = [_decode(name, arrays, None, model) for name, _ in items]
-        made = [
-            (name, _decode(part, arrays, _copied((own or {}).get(name)), model))
-            for name, (_, part) in zip(names, items)
-        ]
-    else:
-        known = list(own) if isinstance(own, (list, tuple, collections.deque)) else []
-        known += [None] * len(items)
-        made = [_decode(part, arrays, _copied(known[place]), model) for place, part in enumerate(items)]
-    return _with_items(own, kind, made)
-
-
-def _copied(own: Any) -> Any:
-    """Returns what may take other items without a change to what it is a copy of."""
-    return copy.copy(own) if isinstance(own, _HOLDING) else None
-
-
-def _with_items(own: Any, kind: str, items: list[Any]) -> Any:
-    if own is None or isinstance(own, (tuple, frozenset)):
-        return _MADE_OF_ITEMS[kind](dict(items) if kind == "Counter" else items)  # it would count the pairs
-    own.clear()
-    if isinstance(own, dict):
-        for name, part in items:  # a Counter's `update` adds
-            own[name] = part
-    elif isinstance(own, set):
-        own.update(items)
-    else:
-        own.extend(items)
-    return own
+    return _COLLECTIONS[kind](_decode(item, arrays, model) for item in items)
 
 
 # What models are made of, among Keras' public modules. Its others read, write and connect when they are called.

@@ -5,9 +5,9 @@ own. Loads neither fsspec nor NumPy until a URL is used. A folder has a lock; a 
 """
 
 import contextlib
+import glob
 import os
 import re
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -105,17 +105,6 @@ class _LocalFolder:
         """Gives a path to read from."""
         yield self._at(name)
 
-    def copy(self, name: str, new: str) -> None:
-        """Copies a file, or gives it a second name."""
-        temporary = self._at(new + _BEGUN)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
-        try:
-            os.link(self._at(name), temporary)
-        except OSError:  # not every file system has links
-            shutil.copyfile(self._at(name), temporary)
-        os.replace(temporary, self._at(new))
-
     def set_aside(self, name: str) -> None:
         """Takes a file out of the names that are looked at."""
         os.replace(self._at(name), self._at(f"{name}.unusable"))
@@ -124,11 +113,10 @@ class _LocalFolder:
         """Removes a file."""
         os.remove(self._at(name))
 
-    def clean(self, names: re.Pattern[str]) -> None:
-        """Removes what a killed run had begun to write, under these names."""
-        for name in os.listdir(self._path):
-            if name.endswith(_BEGUN) and names.fullmatch(name.removesuffix(_BEGUN)):
-                os.remove(self._at(name))
+    def clean(self) -> None:
+        """Removes the checkpoints that a killed run had begun to write."""
+        for path in glob.glob(os.path.join(glob.escape(self._path), f"*.safetensors{_BEGUN}")):
+            os.remove(path)
 
     def _at(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -170,10 +158,6 @@ class _RemoteFolder:
                 self._files.get_file(self._at(name), local)
             yield local
 
-    def copy(self, name: str, new: str) -> None:
-        with self.reading(name) as found, self.writing(new) as local:  # not every file system can copy by itself
-            os.replace(found, local)
-
     def set_aside(self, name: str) -> None:
         with self._reached(), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._at(name + _WHOLE))
@@ -183,7 +167,7 @@ class _RemoteFolder:
         with self._reached():
             self._files.rm_file(self._at(name))
 
-    def clean(self, names: re.Pattern[str]) -> None:
+    def clean(self) -> None:
         """Has nothing to do: what has no marker is not there."""
 
     def _at(self, name: str) -> str:

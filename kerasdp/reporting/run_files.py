@@ -178,6 +178,7 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
     """
     from matplotlib.ticker import MaxNLocator
 
+    history = [{name: value for name, value in row.items() if isinstance(value, (int, float))} for row in history]
     names = [name for name in ("loss", "accuracy") if any(name in row for row in history)]
     if not names:
         return
