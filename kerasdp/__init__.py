@@ -16,15 +16,13 @@ from kerasdp.runtime.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
     from kerasdp import parity, pipeline
-    from kerasdp.checkpoint.export import export
-    from kerasdp.checkpoint.loading import load_model
+    from kerasdp.checkpoint.trained import export, load_model
     from kerasdp.cli.main import main
     from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder, RecordSource
-    from kerasdp.models import build_model
-    from kerasdp.models.classifiers import load_backbone
+    from kerasdp.models import build_model, load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.gradients import portable_step, value_and_grad
     from kerasdp.portability.portable import portable
@@ -46,10 +44,10 @@ _MODULES = {
     "Runner": "kerasdp.training.runner",
     "all_rows": "kerasdp.portability.replica_context",
     "build_model": "kerasdp.models",
-    "export": "kerasdp.checkpoint.export",
-    "load_backbone": "kerasdp.models.classifiers",
+    "export": "kerasdp.checkpoint.trained",
+    "load_backbone": "kerasdp.models",
     "load_data": "kerasdp.data.datasets",
-    "load_model": "kerasdp.checkpoint.loading",
+    "load_model": "kerasdp.checkpoint.trained",
     "main": "kerasdp.cli.main",
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.reduction",

@@ -183,10 +183,10 @@ def test_the_steps_between_checkpoints_as_a_number():
 
 def test_the_tables_hold_what_the_config_names():
     pytest.importorskip("keras")
-    from kerasdp.models import classifiers
+    from kerasdp import models
 
     for name in validation.MODELS:
-        assert callable(getattr(classifiers, name))
+        assert callable(getattr(models, name))
 
 
 def test_a_workdir_that_cannot_be_written(tmp_path):

@@ -14,8 +14,63 @@ from typing import Any
 import keras
 from keras import layers
 
+from kerasdp.config import Config, spec
 from kerasdp.data.datasets import one_download_at_a_time
 from kerasdp.errors import UserError
+from kerasdp.runtime.model_cache import made_of_choices
+
+
+def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Builds `config.model`, a built-in model or a function of the user.
+
+    Args:
+        config: `model` is read.
+        input_shape: shape of one input, without the batch axis.
+        num_classes: number of logits.
+
+    Returns:
+        A `keras.Model` that gives logits.
+
+    Raises:
+        UserError: if the user's function cannot be called so, or returns no Keras model.
+    """
+    name, arguments = spec.parse(config.model, "model")
+    is_own = spec.is_user_function(name)
+    builder = spec.load_user_function(name, "model") if is_own else globals()[name]
+    if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
+        arguments["kernel_initializer"] = _initializer(text)
+    taken = {"input_shape", "num_classes"} & arguments.keys()
+    if taken:
+        raise UserError(f"--model: {' and '.join(sorted(taken))} come from the data set; leave them out")
+    arguments |= {"input_shape": input_shape, "num_classes": num_classes}
+    try:
+        inspect.signature(builder).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"--model: {name} cannot be called with {', '.join(arguments)} ({error})") from error
+    try:
+        model = builder(**arguments)
+    except ValueError as error:
+        if is_own:  # with all its frames: the user-defined function may be at fault
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error
+    if not isinstance(model, keras.Model):
+        raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
+    return made_of_choices(model)
+
+
+def _initializer(text: str) -> Any:
+    name, arguments = spec.parse(text, "model")
+    # Not the initializer: one that several layers share draws the same values for each.
+    identifier = {"class_name": name, "config": arguments} if arguments else name
+    try:
+        keras.initializers.get(identifier)
+        return identifier
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"--model: Keras has no such kernel_initializer: {text!r} ({str(error).splitlines()[0]})"
+        ) from error
+
 
 # Of both published ResNets (PyTorch's momentum of 0.1 is Keras' 0.9). With Keras' own 0.99 the moving averages are far
 # behind after an epoch of some hundred steps, and so is the accuracy that is measured with them.
