@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sampling import Order
-    from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder, RecordSource
+    from kerasdp.data.sources import ArraySource, ImageFolder, RecordSource
     from kerasdp.models import build_model, load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.gradients import portable_step, value_and_grad
@@ -36,7 +36,6 @@ __version__ = "0.1.0"
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
     "Buckets": "kerasdp.data.buckets",
-    "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
     "Order": "kerasdp.data.sampling",
@@ -65,7 +64,6 @@ _PACKAGES = {
 __all__ = [
     "ArraySource",
     "Buckets",
-    "ColumnSource",
     "Config",
     "Dataset",
     "ImageFolder",

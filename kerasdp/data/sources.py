@@ -1,4 +1,4 @@
-"""Reads samples by their number: from arrays, a folder of images, columns, or a library that knows its files."""
+"""Reads samples by their number: from arrays, a folder of images, or a library that knows its files."""
 
 import math
 import numbers
@@ -144,63 +144,6 @@ class ImageFolder:
         except Exception as error:  # Pillow's readers raise anything of a file that is none of theirs
             raise UserError(f"{path}: cannot be read as an image ({error!s:.300}); remove or replace it") from error
         return pixels.reshape(height, width, self.channels)
-
-
-class ColumnSource:
-    """Columns of a table that gives rows by their numbers, such as a Hugging Face `Dataset`.
-
-    Args:
-        table: `table[[7, 2]]` must be a dictionary of columns, each with the values of these two rows.
-        inputs: the column, or a list of columns, which become a dictionary of arrays.
-        targets: likewise, or None.
-        sample_weight: the column, or None.
-        num_threads: that read at once.
-
-    Raises:
-        UserError: if the table has no such columns, or no rows.
-    """
-
-    name = ""
-
-    def __init__(
-        self,
-        table: Any,
-        inputs: str | list[str],
-        targets: str | list[str] | None = None,
-        sample_weight: str | None = None,
-        num_threads: int = 4,
-    ):
-        self._names = inputs, targets, sample_weight
-        self.num_samples, self.num_threads = len(table), num_threads
-        if not self.num_samples:
-            raise UserError(f"expected a table with rows. Received: a {type(table).__name__} without any")
-        there, named = list(table[[0]]), keras.tree.flatten([names for names in self._names if names is not None])
-        for name in named:
-            if name not in there:
-                raise UserError(f"expected one of the columns {', '.join(map(str, there))}. Received: {name!r}")
-        kind = table.format["type"] if hasattr(table, "select_columns") else "custom"
-        if kind is None:
-            table = table.with_format("numpy")  # else each image is a list of lists
-        # Columns are read apart, but where a function of the table's owner makes all of them.
-        parts = [keras.tree.flatten(inputs), [name for name in named if name not in keras.tree.flatten(inputs)]]
-        self._tables = [table if kind == "custom" else table.select_columns(part) for part in parts]
-
-    def inputs(self, indices: np.ndarray) -> Any:
-        """See `Source`."""
-        return _columns(self._tables[0][indices.tolist()], self._names[0])
-
-    def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """See `Source`."""
-        if self._names[1:] == (None, None):
-            return None, None
-        rows = self._tables[1][indices.tolist()]
-        return _columns(rows, self._names[1]), _columns(rows, self._names[2])
-
-
-def _columns(rows: Any, names: Any) -> Any:
-    if isinstance(names, list):
-        return {name: _columns(rows, name) for name in names}
-    return None if names is None else as_arrays(np.asarray(rows[names]))
 
 
 def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
@@ -364,7 +307,7 @@ def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tupl
 
 
 class RecordSource:
-    """Samples of what gives records by their numbers: a map-style data set of torch, a data source of Grain, a list.
+    """Samples of what gives records by their numbers: a data set of torch or Hugging Face, a source of Grain, a list.
 
     Args:
         records: `len(records)` and `records[7]` are asked for; where there is a `__getitems__`, as in torch and Grain,

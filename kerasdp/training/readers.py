@@ -110,7 +110,7 @@ def _reader_of_batches(
     if not hasattr(x, "__iter__") and not is_indexed:
         raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
     if hasattr(x, "column_names") and hasattr(x, "select_columns"):  # Hugging Face's: Keras takes none of them, either
-        way = "kerasdp.ColumnSource(x, inputs=COLUMN, targets=COLUMN)"
+        way = "kerasdp.RecordSource(x, lambda row: (row[COLUMN], row[COLUMN]))"
         way = way if hasattr(x, "__len__") else 'torch.utils.data.DataLoader(x.with_format("torch"), ...)'
         raise UserError(f"x: a {type(x).__name__} gives rows, not batches of inputs and targets; use {way}")
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}

@@ -9,7 +9,6 @@ import pytest
 from kerasdp.data.batch_reader import StreamReader
 from kerasdp.data.feed import Feed
 from kerasdp.data.sampling import Split
-from kerasdp.data.sources import ColumnSource
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import Position, RunState
@@ -256,25 +255,6 @@ def test_weights_of_classes():
     weighted = reader_of(iter([(X[:3], Y[:3], np.ones(3))]), class_weight={0: 0.5})
     with pytest.raises(UserError, match="class_weight, or sample weights in the batches"):
         weighted.first()
-
-
-class Table:
-    """What kerasdp needs of a table."""
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, rows):
-        return {"a": [[row, 0.5] for row in rows], "b": np.asarray(rows) * 10, "w": [1.0] * len(rows)}
-
-
-def test_columns_of_a_table():
-    source = ColumnSource(Table(), ["a", "b"], "b", "w")
-    inputs, (targets, weights) = source.inputs(np.array([3, 1])), source.targets(np.array([3, 1]))
-    assert inputs["a"].tolist() == [[3, 0.5], [1, 0.5]] and inputs["b"].tolist() == targets.tolist() == [30, 10]
-    assert weights.tolist() == [1, 1] and ColumnSource(Table(), "a").targets(np.array([0])) == (None, None)
-    with pytest.raises(UserError, match="expected one of the columns a, b, w. Received: 'c'"):
-        ColumnSource(Table(), "a", "c")
 
 
 def test_a_stream_gives_back():

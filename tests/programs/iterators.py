@@ -151,7 +151,8 @@ def hugging_face():
 
     import kerasdp
 
-    return kerasdp.ColumnSource(datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}), "x", "y"), {}
+    table = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()})
+    return kerasdp.RecordSource(table, lambda row: (row["x"], row["y"])), {}
 
 
 KINDS = (
