@@ -133,7 +133,7 @@ class Config:
         "a new one in runs/; from Python none", convert=path_as_text, of_host=True)
     log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
     verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2, 3),
-        "0: nothing, 1: progress bar, 2: a line per epoch, 3: also the curve of the loss so far.",
+        "0: nothing, 1: progress bar, 2: a line per epoch, 3: in a notebook, also the curves so far.",
         "1 in a terminal, 3 in a notebook, else 2", convert=switch_as_number, of_host=True)
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +83,7 @@ class Recorder(keras.callbacks.Callback):
         if not self.verbose:
             return
         first = report.start_line(self.facts, self._learning_rate(), self._update_rule()["schedule"])
-        lines = [first, report.of_small_batches(self.facts), self._describe()]
+        lines = [first, self._describe()]
         if self._saved:
             is_over = self.run_state.was_over or self.run_state.is_at_last_step
             saved = self._saved
@@ -250,57 +249,21 @@ def as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:
     return numbers
 
 
-_HEIGHTS = "▁▂▃▄▅▆▇█"
-
-
 class LiveCurve(keras.callbacks.Callback):
-    """Draws the curves again as epochs end, in the notebook that started the run, or else in a terminal."""
+    """Draws the curves again as epochs end, in the notebook that started the run."""
 
-    def __init__(self, facts: report.Facts, *, fit: int, history: list[dict[str, Any]] | None = None):
-        """Starts with what is known.
-
-        Args:
-            facts: what is known of the run.
-            fit: its number of this `fit`, from 1.
-            history: rows of the epochs before a resume, as in history.csv.
-        """
+    def __init__(self, facts: report.Facts, *, fit: int, history: list[dict[str, Any]]):
+        """Starts with `history`, the rows of the epochs before a resume; `fit`: the number of this one, from 1."""
         super().__init__()
-        self.history = list(history or [])
-        self._picture = None
-        if folder := os.environ.get(FOLDER):
-            path = os.path.join(folder, f"fit-{fit:04d}.png")
-            self._picture = run_files.Curves(path, facts.title, seconds_between=1)
+        self.history = list(history)
+        path = os.path.join(os.environ[FOLDER], f"fit-{fit:04d}.png")
+        self._picture = run_files.Curves(path, facts.title, seconds_between=1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Draws, where somebody can see it."""
+        """Draws, the first epoch at once."""
         self.history.append({"epoch": epoch + 1, **report.plain(logs)})
-        if self._picture:
-            self._picture.draw(self.history, now=self._picture.num_drawn == 0)
-        elif sys.stdout.isatty():
-            report.say(curve_line(self.history))
+        self._picture.draw(self.history, now=self._picture.num_drawn == 0)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Draws the last epochs."""
-        if self._picture:
-            self._picture.draw(self.history, now=True)
-
-
-def curve_line(history: list[dict[str, Any]], width: int = 40) -> str:
-    """Draws the losses of the last epochs as a line of text, high ones as high blocks.
-
-    Args:
-        history: a dictionary per epoch, as the rows of history.csv.
-        width: the most epochs that are shown.
-
-    Returns:
-        As `loss 2.31 █▅▂▁ 0.12 - val_loss 2.01 █▃▁▁ 0.25`.
-    """
-    parts = []
-    for name in ("loss", "val_loss"):
-        values = [row[name] for row in history if isinstance(row.get(name), float)][-width:]
-        if values:
-            low, high = min(values), max(values)
-            steps = (len(_HEIGHTS) - 1) / (high - low) if high > low else 0.0
-            blocks = "".join(_HEIGHTS[round((value - low) * steps)] for value in values)
-            parts.append(f"{name} {values[0]:.4g} {blocks} {values[-1]:.4g}")
-    return " - ".join(parts)
+        self._picture.draw(self.history, now=True)

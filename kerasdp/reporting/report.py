@@ -104,9 +104,6 @@ def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
     )
 
 
-_FEW_SAMPLES = 32  # of a replica
-
-
 @functools.cache  # a checkpoint needs them, too
 def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -> str:
     """Formats the first line of a run: backend, devices, model, batch, learning rate, precision.
@@ -120,17 +117,6 @@ def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
         f"learning rate {learning_rate:.6g}{of_schedule} | {_precision(facts)}"
     )
-
-
-def of_small_batches(facts: Facts) -> str:
-    """Returns a line where several GPUs get too few samples to be faster than one; else nothing.
-
-    A step then is as long as its kernels take to start, on each of them, and what they exchange comes on top.
-    """
-    size = facts.config.replica_batch_size(facts.num_replicas)
-    if facts.device_kind != "gpu" or facts.num_replicas == 1 or size >= _FEW_SAMPLES:
-        return ""
-    return f"{size} samples a GPU are few: one GPU may be as fast; a larger --batch_size makes use of all"
 
 
 def _precision(facts: Facts) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from kerasdp.config.validation import versions
 from kerasdp.errors import UserError, redacted
@@ -31,20 +31,17 @@ class RunFiles:
         self.history = list(history or [])
         self.unwritten: dict[str, str] = {}
         self._reported: set[str] = set()
-        self._steps: TextIO | None = None
         self._curves = Curves(self._path("curves.png"), facts.title)
         os.makedirs(workdir, exist_ok=True)
         for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
             with self._tolerated(name), contextlib.suppress(FileNotFoundError):
                 os.remove(self._path(name))
-        self._settings = facts.choices | {"versions": versions()}
-        self._write_json("config.json", self._settings)
+        self._write_json("config.json", facts.choices | {"versions": versions()})
         with self._tolerated("steps.jsonl"):
             path = self._path("steps.jsonl")
             with open(f"{path}.tmp", "w") as file:
                 file.writelines(_lines_until(last_step, path))
             os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
-            self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
         self._trackers = Trackers(facts, workdir, last_step)
         if self.history:
             self._write_history()
@@ -52,23 +49,10 @@ class RunFiles:
     def add_step(self, step: int, epoch: int, loss: float, learning_rate: float, images_per_second: float) -> None:
         """Writes a line of steps.jsonl; `step` and the epochs in the files count from 1, the argument from 0."""
         numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
-        if self._steps is not None:
-            with self._tolerated("steps.jsonl"):
-                self._begin_again_if_removed(step)
-                self._steps.write(json.dumps({"step": step, "epoch": epoch + 1} | numbers) + "\n")
+        # Opened each time: to a file that somebody has removed one would write for nobody.
+        with self._tolerated("steps.jsonl"), open(self._path("steps.jsonl"), "a") as file:
+            file.write(json.dumps({"step": step, "epoch": epoch + 1} | numbers) + "\n")
         self._trackers.add("step", step, numbers)
-
-    def _begin_again_if_removed(self, step: int) -> None:
-        """Begins new files if somebody has removed steps.jsonl: what is written to the old one nobody would find."""
-        path = self._path("steps.jsonl")
-        if self._steps is None or os.path.exists(path):
-            return
-        os.makedirs(self.workdir, exist_ok=True)
-        warn(f"{path} was removed: its lines before step {step} are lost; it begins anew, and training continues")
-        if not os.path.exists(self._path("config.json")):
-            self._write_json("config.json", self._settings)
-        self._steps.close()
-        self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
         """Writes a row of history.csv; curves.png follows at most every ten seconds, and in `close`."""
@@ -91,12 +75,9 @@ class RunFiles:
         self._write_json("report.json", result)
 
     def close(self) -> None:
-        """Draws the last curves and closes what is open."""
+        """Draws the last curves and ends the trackers."""
         with self._tolerated("curves.png"):
             self._curves.draw(self.history, now=True)
-        if self._steps is not None:
-            with self._tolerated("steps.jsonl"):
-                self._steps.close()
         self._trackers.close()
 
     def _path(self, name: str) -> str:

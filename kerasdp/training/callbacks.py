@@ -18,7 +18,6 @@ from kerasdp.reporting import report
 from kerasdp.reporting.figure import FOLDER
 from kerasdp.reporting.recorder import LiveCurve, Progress, Recorder, as_numbers
 from kerasdp.runtime import signals
-from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Position, RunState
 
 # These write files: one process does it, or each would write over the others.
@@ -66,7 +65,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
         is_chief = processes.rank == 0
         # The same on all ranks, though some callbacks may be on one alone, as those that write are.
         self._has_callbacks = processes.any_rank(bool(callbacks))
-        self._rank_sync = RankSync(processes, self._has_callbacks) if processes.num_processes > 1 else None
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
         verbose = _verbosity(verbose, config)
         self.state, self._strategy, self._reader = state, strategy, reader
@@ -150,8 +148,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self._trained.stop_training = True
         signals.leave_if_asked()
         self._call_listening("on_train_batch_end", batch, logs)
-        if self._rank_sync:
-            self._rank_sync.after_step(self._trained)
+        if self._has_callbacks:  # to ask is to wait for the last rank's host
+            self._stop_alike()
         self.state.after_batch(is_stopping=self._trained.stop_training)
         if self.checkpointer:
             self.checkpointer.after_step()
@@ -185,10 +183,23 @@ class RunCallbacks(keras.callbacks.CallbackList):
         numbers = as_numbers(logs)
         for callback in self.callbacks:  # of one dictionary: what one adds, the next ones and the checkpoint see
             callback.on_epoch_end(epoch, numbers)
-        if self._rank_sync:
-            self._rank_sync.after_epoch(self._trained)
+        self._stop_alike()
+        self._keep_one_rate()
         if self.checkpointer:
             self.checkpointer.after_epoch(report.plain(numbers))
+
+    def _stop_alike(self) -> None:
+        """Stops all ranks if a callback stopped one: by the clock, say, since the logs are equal on all."""
+        self._trained.stop_training = self._strategy.processes.any_rank(self._trained.stop_training)
+
+    def _keep_one_rate(self) -> None:
+        """Gives all ranks the learning rate of rank 0, which a callback may have set."""
+        optimizer = self._trained.optimizer
+        if learning_rate_schedule(optimizer) is None:
+            own_rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+            (rate,) = self._strategy.processes.broadcast_from_rank0([own_rate])
+            if rate != own_rate:
+                optimizer.learning_rate = rate
 
     def _gather_for_callbacks(self) -> None:
         if self._has_callbacks:
@@ -238,8 +249,8 @@ def _shown(
 ) -> list[keras.callbacks.Callback]:
     """Returns what shows the progress: lines or a bar, and curves."""
     shown: list[keras.callbacks.Callback] = [Progress(state, bar=verbose == 1)] if verbose else []
-    if verbose == 3:
-        history = resumed.state["recorder"]["history"] if resumed else None
+    if verbose == 3 and FOLDER in os.environ:
+        history = resumed.state["recorder"]["history"] if resumed else []
         shown.append(LiveCurve(facts, fit=fit, history=history))
     return shown
 
@@ -284,29 +295,3 @@ def _checked(
 
 # They convert the logs when they show or write them, if at all.
 _CONVERT_THEMSELVES = (Recorder, Progress)
-
-
-class RankSync:
-    """Synchronizes what callbacks decided: when to stop, and the learning rate.
-
-    Most decide by the logs, which are equal on all ranks; but one that looks at the clock, say, would leave the other
-    ranks waiting for one that stopped.
-    """
-
-    def __init__(self, processes: Processes, each_step: bool):
-        """`each_step`: whether a callback may stop within an epoch; to ask is to wait for the last rank's host."""
-        self.processes, self.each_step = processes, each_step
-
-    def after_step(self, model: keras.Model) -> None:
-        """Stops all ranks if a callback stopped one."""
-        if self.each_step:
-            model.stop_training = self.processes.any_rank(model.stop_training)
-
-    def after_epoch(self, model: keras.Model) -> None:
-        """Stops all ranks if a callback stopped one, and gives all the learning rate of rank 0."""
-        model.stop_training = self.processes.any_rank(model.stop_training)
-        if learning_rate_schedule(model.optimizer) is None:
-            own_rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-            (rate,) = self.processes.broadcast_from_rank0([own_rate])
-            if rate != own_rate:
-                model.optimizer.learning_rate = rate

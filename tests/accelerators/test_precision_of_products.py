@@ -77,14 +77,3 @@ def test_parity_is_exact():
     assert config.precision == "float32"
     config, *_ = parse_recipe("parity", ["parity.py", "--precision=float64"])
     assert config.precision == "float64"
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_replicas", "batch_size", "expected"),
-    [("gpu", 4, 64, "16 samples a GPU are few"), ("gpu", 4, 256, ""), ("gpu", 1, 8, ""), ("cpu", 4, 64, "")],
-)
-def test_small_batches_on_several_gpus_are_told(kind, num_replicas, batch_size, expected):
-    facts = types.SimpleNamespace(device_kind=kind, num_replicas=num_replicas, config=Config(batch_size=batch_size))
-    assert report.of_small_batches(facts).startswith(expected) and bool(report.of_small_batches(facts)) == bool(
-        expected
-    )

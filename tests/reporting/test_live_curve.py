@@ -1,4 +1,4 @@
-"""Curves that are shown while a run trains: text in a terminal, one figure for each fit in a notebook's kernel."""
+"""Curves that are shown while a run trains: one figure for each fit in a notebook's kernel."""
 
 import base64
 import os
@@ -11,9 +11,6 @@ import nbformat
 import pytest
 
 import kerasdp
-from kerasdp.config import Config
-from kerasdp.reporting.recorder import LiveCurve, curve_line
-from kerasdp.reporting.report import Facts
 from tests.helpers import BACKENDS, ROOT, environment
 
 TRAIN = """
@@ -35,33 +32,6 @@ def train(runner):
         model.compile("sgd", "mse")
         model.fit(x, x.sum(axis=1), batch_size=10, epochs=3, callbacks=[slow])
 """
-
-
-def test_a_line_of_text():
-    history = [{"epoch": 1, "loss": 2.0, "val_loss": 1.0}, {"epoch": 2, "loss": 1.0, "scores": [1.0, 2.0]}]
-    history.append({"epoch": 3, "loss": 0.0, "val_loss": 1.0})
-    assert curve_line(history) == "loss 2 █▅▁ 0 - val_loss 1 ▁▁ 1"
-    assert curve_line(history, width=2) == "loss 1 █▁ 0 - val_loss 1 ▁▁ 1"
-    assert curve_line([{"epoch": 1}]) == ""
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_only_a_terminal_gets_it(is_terminal, monkeypatch):
-    facts = Facts(
-        config=Config(backend="jax"), devices="one", device_kind="cpu", num_devices=1, num_replicas=1,
-        num_processes=1, model="m", global_batch_size=4,
-    )  # fmt: skip
-    ours, theirs = pty.openpty() if is_terminal else os.pipe()
-    with open(theirs, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        curve = LiveCurve(facts, fit=1, history=[{"epoch": 1, "loss": 3.0}])  # of a resumed run
-        curve.on_epoch_end(1, {"loss": 1.0})
-        stdout.write("end")
-        stdout.flush()
-        received = b""
-        while not received.endswith(b"end"):
-            received += os.read(ours, 100)
-    assert received.decode() == ("loss 3 █▁ 1\r\nend" if is_terminal else "end")
 
 
 @pytest.mark.parametrize("verbose", [None, 0])
