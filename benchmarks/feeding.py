@@ -52,7 +52,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
     """Runs in every worker: images a second of each kind."""
     import keras
 
-    from kerasdp.data.feed import Feed
+    from kerasdp.data.batch import Feed
     from kerasdp.data.sources import list_images
 
     config = runner.config

@@ -107,7 +107,7 @@ def bare(data):
 
 def fed(runner, data):
     """Returns the seconds in which all batches reached the devices."""
-    from kerasdp.data.feed import Feed
+    from kerasdp.data.batch import Feed
     from kerasdp.training.readers import make_reader
 
     reader = make_reader(runner.config, runner.strategy, runner.devices, data, None, None, 1)

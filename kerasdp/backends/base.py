@@ -34,7 +34,7 @@ Structure = Any
 
 
 class DeviceBatch(NamedTuple):
-    """A `kerasdp.data.feed.Batch` on this process's devices: what the step functions get.
+    """A `kerasdp.data.batch.Batch` on this process's devices: what the step functions get.
 
     Attributes:
         inputs: the rows of this process's replicas, with padding, as `kerasdp.data.sampling.Split` says.

@@ -125,7 +125,7 @@ def identity(
     Args:
         config: the run's choices.
         model: built and compiled.
-        reader: of the training data, as in `kerasdp.data.feed`.
+        reader: of the training data, as in `kerasdp.data.batch`.
         micro_batch_rows: that a layer sees, if neither the global batch nor a replica's part of it.
         read: where weights are held in parts.
     """

@@ -1,8 +1,17 @@
-"""Defines what one process sees of a step's data, and reads it from samples that can be read by number."""
+"""Defines what one process sees of a step's data, reads it from samples, and brings it to the devices.
 
+Batches that come ready-made are read in `batch_reader.py`.
+"""
+
+import abc
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import keras
@@ -10,6 +19,7 @@ import numpy as np
 
 from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
 from kerasdp.data.sources import ArraySource, in_floatx, num_samples, take_rows
+from kerasdp.runtime.run_state import RunState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,15 +68,74 @@ def batch_of(data: tuple[Any, Any, Any], split: Split, shard: tuple[int, int], f
     )
 
 
-class SampleReader:
-    """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`).
+class Reader(abc.ABC):
+    """The batches of a data set, as this process sees them.
 
     Attributes:
-        check: looks at each batch that is read for a feed, if there is one.
+        split: of a batch over all replicas.
+        shard: rank, and number of processes that split a batch.
+        num_batches: of an epoch; None if the data does not tell.
+        num_threads: that read at once.
         name: of the data set, if it has one.
+        check: looks at each batch that is read for a feed, if there is one.
+        hands_out: whether batches come from another process, so that all processes must take equally many.
     """
 
+    split: Split
+    shard: tuple[int, int]
+    num_batches: int | None
+    num_threads = 1
+    name = ""
     check: BatchCheck | None = None
+    hands_out = False
+
+    @abc.abstractmethod
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
+        """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads.
+
+        It returns None when there are no more. `end_epoch` is to be called when nothing is read any more.
+        """
+
+    @abc.abstractmethod
+    def first(self) -> Batch:
+        """Returns the first batch, for its shapes; it will come again."""
+
+    @abc.abstractmethod
+    def sample(self, num_rows: int) -> Any:
+        """Returns so many rows of the first batch, the same in each process: inputs, targets, sample weights.
+
+        A batch of fewer rows is repeated.
+        """
+
+    @abc.abstractmethod
+    def first_targets(self) -> tuple[Any, Any]:
+        """Returns targets and sample weights of all rows of the first batch, however many replicas there are."""
+
+    def whole(self, epoch: int, number: int) -> Batch | None:
+        """Returns a batch with all rows of its inputs, to look at its numbers; None if it cannot be read again."""
+        return None
+
+    def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:  # noqa: B027
+        """Lets the data prepare for a batch as if those before it had been trained on.
+
+        Args:
+            epoch: of the batch.
+            batch: its number.
+            saved: what `saved_state` gave for that place.
+        """
+
+    def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
+        """Returns, in JSON, what `resume_at` needs to continue with a batch; None if that is nothing."""
+        return None
+
+    def end_epoch(self, number: int) -> None:  # noqa: B027
+        """Ends an epoch of which the batches before `number` were taken."""
+
+
+class SampleReader(Reader):
+    """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`), in any order."""
+
+    num_batches: int
 
     def __init__(self, source: Any, order: Order, split: Split, shard: tuple[int, int], is_kept: bool = False):
         """`shard` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
@@ -74,35 +143,23 @@ class SampleReader:
         self.source, self.order, self.split, self.shard = source, order, split, shard
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
-        self.name: str = getattr(source, "name", "")
+        self.name = getattr(source, "name", "")
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
-        """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads."""
+        """See `Reader`."""
         for indices in self.order.batches(epoch, start):
             yield functools.partial(self._read, indices, self._kept)
 
-    # The order is that of `Order`, which depends on seed and epoch alone.
-    hands_out = False
-
-    def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """Does nothing: the order of an epoch depends on no other."""
-
-    def saved_state(self, epoch: int, batch: int) -> None:
-        """Returns None: a batch is known by its number."""
-
-    def end_epoch(self, number: int) -> None:
-        """Does nothing: a sample can be read at any time."""
-
     def first(self) -> Batch:
-        """Reads the first batch of the order, for its shapes."""
+        """See `Reader`."""
         return self._read(self.order.batch(0, 0), None)
 
     def first_targets(self) -> tuple[Any, Any]:
-        """Reads targets and sample weights of all rows of the first batch, however many replicas there are."""
+        """See `Reader`."""
         return self.source.targets(self.order.batch(0, 0))
 
     def whole(self, epoch: int, number: int) -> Batch | None:
-        """Reads a batch with all rows of its inputs, to look at its numbers; None of data that is not in memory."""
+        """See `Reader`. None of data that is not in memory."""
         if not isinstance(self.source, ArraySource) or number >= self.num_batches:
             return None
         indices = self.order.batch(epoch, number)
@@ -111,10 +168,7 @@ class SampleReader:
         return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices, own_indices=indices)
 
     def sample(self, num_rows: int) -> Any:
-        """Reads so many rows of the first batch, the same in each process: inputs, targets, sample weights.
-
-        A batch of fewer rows is repeated.
-        """
+        """See `Reader`."""
         rows = np.resize(self.order.batch(0, 0), num_rows)
         return self.source.inputs(rows), *self.source.targets(rows)
 
@@ -128,3 +182,117 @@ class SampleReader:
             indices=indices,
             own_indices=rows,
         )
+
+
+class Feed:
+    """The batches of the epoch that is running, read and brought to the devices ahead of their use."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        shard_batch: Callable[[Batch], Any],
+        run_state: RunState | None = None,
+        begin_thread: Callable[[], None] = lambda: None,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
+
+        `shard_batch` brings a batch to this process's devices; it is called in the reading threads, each of which
+        calls `begin_thread` before it reads; each batch is read in a context that `reading` gives.
+        """
+        self.reader, self.shard_batch, self._begin_thread, self._reading = reader, shard_batch, begin_thread, reading
+        self.num_batches = reader.num_batches
+        self.run_state = RunState() if run_state is None else run_state
+        self._running: Generator[Any, None, None] | None = None
+        self._is_left_in_order = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        self._running = self._batches()
+        return self._running
+
+    def close(self) -> None:
+        """Leaves the epoch that is running, on all processes after the same batch."""
+        self._is_left_in_order = True
+        if self._running is not None:
+            self._running.close()
+        self._running, self._is_left_in_order = None, False
+
+    def _batches(self) -> Generator[Any, None, None]:
+        start = self.run_state.num_skipped
+        threads, number = _Threads(self.reader.num_threads, self._begin_thread), start
+        ahead: collections.deque[Future[Any]] = collections.deque()
+        try:
+            reads = enumerate(self.reader.epoch(self.run_state.epoch, start), start)
+            while True:
+                while len(ahead) <= 2 * self.reader.num_threads and (task := next(reads, None)) is not None:
+                    ahead.append(threads.submit(self._read_and_shard, *task))
+                batch = ahead.popleft().result() if ahead else None
+                if batch is None:
+                    break
+                number += 1
+                yield batch
+            self._is_left_in_order = True
+        finally:
+            # If one process hands out the batches, all have asked for equally many and receive them: none is cancelled.
+            # After a failure they may never come, so nothing waits for them.
+            if not self.reader.hands_out:
+                for future in ahead:
+                    future.cancel()
+            threads.close()
+            if not self.reader.hands_out or self._is_left_in_order:
+                threads.join()
+                self.reader.end_epoch(number)
+
+    def _read_and_shard(self, number: int, read: Callable[[], Batch | None]) -> Any:
+        with self._reading():
+            batch = read()
+        if batch is None:
+            return None
+        if self.reader.check is not None:
+            self.reader.check(batch, number)
+        return self.shard_batch(batch)
+
+
+class _Threads:
+    """Calls functions in threads that end with the program, even where one waits for a process that has failed.
+
+    The threads of `concurrent.futures` and their work are awaited at a program's end (Python 3.11 to 3.14).
+    """
+
+    def __init__(self, count: int, begin: Callable[[], None]):
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        self._begin = begin
+        self._threads = [Thread(target=self._work, daemon=True, name="reading") for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Has a function called in the next thread that is free; the future gives its result."""
+        future: Future[Any] = Future()
+        self._tasks.put((future, function, args))
+        return future
+
+    def close(self) -> None:
+        """Lets the threads end after what they were given."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self) -> None:
+        """Waits until they have ended."""
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        is_begun = False
+        while (task := self._tasks.get()) is not None:
+            future, function, args = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                if not is_begun:
+                    self._begin()
+                is_begun = True
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)

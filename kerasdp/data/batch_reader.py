@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from kerasdp.data import streams
-from kerasdp.data.batch import Batch, BatchCheck, batch_of
+from kerasdp.data.batch import Batch, Reader, batch_of
 from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import num_samples, take_rows, weights_of_classes
 from kerasdp.data.streams import END, Item, Stream, unpacked
@@ -32,21 +32,12 @@ _SECONDS_TO_RAISE = 1.0
 _MANY_SHAPES = 8
 
 
-class BatchReader(abc.ABC):
+class BatchReader(Reader):
     """What the readers of ready-made batches share.
 
     Attributes:
-        check: looks at each batch that is read for a feed, if there is one.
-        name: of the data set: it has none.
-        num_batches: of an epoch; None if the object does not tell.
-        num_threads: that read at once.
         warn: prints a line about the data, where it is read.
     """
-
-    check: BatchCheck | None = None
-    name = ""
-    num_threads = 1
-    num_batches: int | None
 
     def __init__(
         self,
@@ -63,81 +54,37 @@ class BatchReader(abc.ABC):
 
         Args:
             batches: gives batches.
-            split: of a batch over all replicas.
-            shard: rank, and number of processes that split a batch.
+            split: see the attributes of `Reader`; so are `shard` and `warn`.
             steps: batches of an epoch; None: all there are.
             class_weight: weight of the samples of a class, for the loss.
             scatter: hands out what rank 0 reads; None: there is one process.
-            warn: see the attribute.
         """
         self.batches, self.split, self.shard, self.warn = batches, split, shard, warn
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
-        self._reads = scatter is None or scatter.rank == 0
-        self._first: Batch | None = None
-        self._first_targets: tuple[Any, Any] = (None, None)
+        self.hands_out, self._reads = scatter is not None, scatter is None or scatter.rank == 0
+        self._known_first: tuple[Any, Any, Any] | None = None
         self._shapes: set[Any] = set()
 
-    @property
-    def hands_out(self) -> bool:
-        """Returns whether batches come from another process, so that all processes must take equally many."""
-        return self._scatter is not None
-
-    @abc.abstractmethod
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """Yields a function per batch, as `SampleReader`; it returns None when there are no more.
-
-        `end_epoch` is to be called when nothing is read any more.
-        """
-
-    @abc.abstractmethod
-    def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """Lets the object prepare for a batch as if those before it had been trained on.
-
-        Args:
-            epoch: of the batch.
-            batch: its number.
-            saved: what `saved_state` gave for that place.
-        """
-
-    def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """Returns, in JSON, what `resume_at` needs to continue with a batch; None if that is nothing."""
-        return None
-
-    @abc.abstractmethod
-    def end_epoch(self, number: int) -> None:
-        """Ends an epoch of which the batches before `number` were taken."""
-
     def first(self) -> Batch:
-        """Returns the first batch, for its shapes; it will come again."""
-        if self._first is None:
-
-            def cut(data: Any) -> list[Batch]:
-                self._first_targets = data[1:]
-                return self._parts(data, 0)
-
-            self._first = self._handed_out(self._look, cut, _FIRST)
-            if self._first is None:
-                kind = type(self.batches).__name__
-                raise UserError(f"x: expected at least one batch. Received: none from the {kind}")
-        return self._first
-
-    def first_targets(self) -> tuple[Any, Any]:
-        """Returns targets and sample weights of all rows of the first batch, where it is read: on rank 0."""
-        self.first()
-        return self._first_targets
+        """See `Reader`."""
+        return batch_of(self._first(), self.split, self.shard)
 
     def sample(self, num_rows: int) -> Any:
-        """Returns so many rows of the first batch, as `SampleReader`. Not to be called once an epoch has begun."""
+        """See `Reader`."""
+        return take_rows(self._first(), np.resize(np.arange(num_samples(self._first())), num_rows))
 
-        def rows_of(data: Any) -> list[Any]:
-            rows = np.resize(np.arange(num_samples(data)), num_rows)
-            return [take_rows(data, rows)] * self._num_processes
+    def first_targets(self) -> tuple[Any, Any]:
+        """See `Reader`."""
+        return self._first()[1:]
 
-        return self._handed_out(self._look, rows_of, _FIRST)
-
-    def whole(self, epoch: int, number: int) -> Batch | None:
-        """Returns None: a batch cannot be read again, or another one would come next."""
-        return None
+    def _first(self) -> tuple[Any, Any, Any]:
+        """Returns inputs, targets and sample weights of all rows of the first batch."""
+        if self._known_first is None:
+            self._known_first = self._handed_out(self._look, lambda data: [data] * self._num_processes, _FIRST)
+            if self._known_first is None:
+                kind = type(self.batches).__name__
+                raise UserError(f"x: expected at least one batch. Received: none from the {kind}")
+        return self._known_first
 
     @abc.abstractmethod
     def _look(self) -> Any:
@@ -234,7 +181,7 @@ class IndexedReader(BatchReader):
         self._is_begun = True
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """See `BatchReader`."""
+        """See `Reader`."""
         self._begin()
         indices: Iterator[int] = (int(index) for (index,) in self._order.batches(epoch, start))
         if self.batches.num_batches is None:  # each batch has a number of its own
@@ -248,14 +195,14 @@ class IndexedReader(BatchReader):
             yield functools.partial(self._read, index, number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """See `BatchReader`."""
+        """See `Reader`."""
         for _ in range(epoch):
             self._begin()
             self.batches.on_epoch_end()
             self._held, self._is_begun = None, False
 
     def end_epoch(self, number: int) -> None:
-        """See `BatchReader`."""
+        """See `Reader`."""
         self._held, self._is_begun = None, False
         if self._pool is not None:
             self._pool.shutdown()
@@ -277,9 +224,9 @@ class IndexedReader(BatchReader):
             return self.batches[index] if self._pool is None else self._pool.submit(_batch, index).result()
 
         def cut(data: Any) -> list[Batch]:
-            return self._parts(data, number * len(self.first().indices))
+            return self._parts(data, number * num_samples(self._first()))
 
-        self.first()
+        self._first()
         return self._handed_out(read, cut, number + 1)
 
 
@@ -349,7 +296,7 @@ class StreamReader(BatchReader):
         self._records: dict[int, dict[str, Any]] = {}
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """See `BatchReader`."""
+        """See `Reader`."""
         if not self._continues and not (self._is_fresh and self._pass == epoch):
             self._open(epoch)
         elif not self._is_read_once and self._pass < 0:
@@ -361,7 +308,7 @@ class StreamReader(BatchReader):
             yield functools.partial(self._read, epoch, number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """See `BatchReader`."""
+        """See `Reader`."""
         place = self._place(epoch, batch)
         self._resumed_with = saved or {}
         if saved and saved["state"] is not None and not self._is_read_once:
@@ -376,11 +323,11 @@ class StreamReader(BatchReader):
             self._is_fresh = False
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """See `BatchReader`."""
+        """See `Reader`."""
         return self._records.get(self._place(epoch, batch))
 
     def end_epoch(self, number: int) -> None:
-        """See `BatchReader`. Of an object that can be read only once, what was read ahead will come again."""
+        """See `Reader`. Of an object that can be read only once, what was read ahead will come again."""
         items = [item for place, item in self._read_last if place >= number]
         if self._is_read_once and self._stream is not None:
             self._stream.give_back(items)

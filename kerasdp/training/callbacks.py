@@ -11,7 +11,7 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.checkpointer import Checkpointer, newest, resume
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import Config
-from kerasdp.data.feed import Reader
+from kerasdp.data.batch import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import learning_rate_schedule
 from kerasdp.reporting import report

@@ -14,8 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.data.batch import Batch, SampleReader
-from kerasdp.data.feed import Reader
+from kerasdp.data.batch import Batch, Reader, SampleReader
 from kerasdp.data.sources import ArraySource, refuse_strings
 from kerasdp.errors import NonFiniteLossError, UserError
 from kerasdp.keras_compat.layers import is_of_keras

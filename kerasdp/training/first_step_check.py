@@ -15,8 +15,7 @@ import numpy as np
 from kerasdp.backends.base import ShardPass, Strategy
 from kerasdp.backends.observer import layer_name, layers_within, shard_outputs
 from kerasdp.config import Config
-from kerasdp.data.batch import batch_of
-from kerasdp.data.feed import Reader
+from kerasdp.data.batch import Reader, batch_of
 from kerasdp.data.sources import take_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, has_seed_generators, is_of_keras

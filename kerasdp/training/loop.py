@@ -13,7 +13,7 @@ from keras.callbacks import CallbackList
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Trained
 from kerasdp.backends.steps import DeviceScalar, TrainedWeights, all_variables, optimizers_of
-from kerasdp.data.feed import Feed
+from kerasdp.data.batch import Feed
 from kerasdp.errors import ReplicasDifferError, UserError
 from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch
 from kerasdp.keras_compat.numerics import same_on_all_backends

@@ -17,8 +17,7 @@ import numpy as np
 from kerasdp.backends.base import DeviceBatch, Strategy
 from kerasdp.backends.steps import variables_of_own_step
 from kerasdp.config import Config
-from kerasdp.data.batch import batch_of
-from kerasdp.data.feed import Feed, Reader
+from kerasdp.data.batch import Feed, Reader, batch_of
 from kerasdp.data.sources import num_samples
 from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.models import as_keras_gives

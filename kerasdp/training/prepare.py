@@ -14,8 +14,7 @@ from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.checkpoint.names import names_in
 from kerasdp.config import Config
-from kerasdp.data.batch import Batch
-from kerasdp.data.feed import Reader
+from kerasdp.data.batch import Batch, Reader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat.layers import all_layers, living_variables
 from kerasdp.keras_compat.models import (

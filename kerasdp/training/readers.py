@@ -8,9 +8,8 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.batch import Batch, SampleReader
+from kerasdp.data.batch import Batch, Feed, Reader, SampleReader
 from kerasdp.data.batch_reader import IndexedReader, StreamReader
-from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sampling import Order, Split, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, refuse_strings, weights_of_classes
 from kerasdp.data.streams import Stream, length_of

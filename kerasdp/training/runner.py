@@ -11,9 +11,8 @@ import numpy as np
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.batch import SampleReader
+from kerasdp.data.batch import Feed, Reader, SampleReader
 from kerasdp.data.batch_reader import BatchReader
-from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError

@@ -8,9 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.data.batch import SampleReader
+from kerasdp.data.batch import Feed, SampleReader
 from kerasdp.data.batch_reader import IndexedReader, StreamReader
-from kerasdp.data.feed import Feed
 from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import ArraySource
 from kerasdp.runtime.run_state import Position, RunState

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 
+from kerasdp.data.batch import Feed
 from kerasdp.data.batch_reader import IndexedReader, StreamReader
-from kerasdp.data.feed import Feed
 from kerasdp.data.sampling import Split
 from kerasdp.errors import WorkerError
 from kerasdp.runtime.run_state import RunState

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
+from kerasdp.data.batch import Feed
 from kerasdp.data.batch_reader import StreamReader
-from kerasdp.data.feed import Feed
 from kerasdp.data.sampling import Split
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError

@@ -11,8 +11,7 @@ import pytest
 from kerasdp.backends.base import SingleProcess, StepFunctions, Trained
 from kerasdp.checkpoint import files
 from kerasdp.config import Config
-from kerasdp.data.batch import SampleReader
-from kerasdp.data.feed import Feed
+from kerasdp.data.batch import Feed, SampleReader
 from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError
