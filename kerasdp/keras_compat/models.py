@@ -304,24 +304,16 @@ def last_activation(symbol: Any) -> tuple[str, str | None]:
     `"linear"` stands for a layer with weights and without activation, None for what is not known: the output of a
     user-defined model, or of a layer that may do anything.
 
-    Keras 3.15: `KerasTensor._keras_history`, `Operation._inbound_nodes`; no public way.
+    Keras 3.15: `KerasTensor._keras_history`; no public way.
     """
     history = getattr(symbol, "_keras_history", None)
-    if history is None:
-        return "", None
-    operation = history.operation
-    nested = as_functional(operation) if isinstance(operation, keras.Model) and calls_own_graph(operation) else None
-    if nested is not None:
-        return last_activation(keras.tree.flatten(outputs_structure(nested))[history.tensor_index])
+    operation = None if history is None else history.operation
     name = getattr(getattr(operation, "activation", None), "__name__", None)
     if isinstance(operation, keras.layers.Softmax):
         name = "softmax"
-    is_passing_on = isinstance(operation, (keras.layers.Reshape, keras.layers.Flatten))
-    if is_passing_on or (isinstance(operation, keras.layers.Activation) and name == "linear"):
-        return last_activation(operation._inbound_nodes[history.node_index].input_tensors[0])
     if name == "linear" and not getattr(operation, "weights", None):
         name = None
-    return operation.name, name
+    return getattr(operation, "name", ""), name
 
 
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:

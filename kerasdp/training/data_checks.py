@@ -78,8 +78,7 @@ def check_data(
     symbols = output_symbols(model, symbols_of(batch.inputs, len(batch.indices)))
     if symbols is None:
         return
-    is_chief = reader.shard[0] == 0
-    check = functools.partial(_check_targets, model, symbols, is_chief)
+    check = functools.partial(_check_targets, model, symbols)
     source = reader.source if isinstance(reader, SampleReader) else None
     looks_at_all = isinstance(source, ArraySource) and _num_bytes(source.all_targets) <= MOST_LOOKED_THROUGH
     if isinstance(source, ArraySource) and looks_at_all:  # so that all ranks, each with other rows, name one sample
@@ -87,7 +86,7 @@ def check_data(
     else:
         check(batch.targets, batch.sample_weight, batch.own_indices, "")
     if not is_validation:
-        check_activations(model, symbols, batch.targets, is_chief)
+        _check_activations(model, symbols, batch.targets, is_chief=reader.shard[0] == 0)
     if looks_at_all:
         return
 
@@ -103,7 +102,7 @@ def refuse_nan_inputs(model: keras.Model, reader: Reader, batch: Batch) -> None:
     # Each process has its own inputs, and all should name the same sample.
     whole = batch if reader.shard[1] == 1 else reader.whole(0, 0) or batch
     try:
-        refuse_nan("inputs", whole.inputs, whole.own_indices, "", only_nan=True)
+        _refuse_nan("inputs", whole.inputs, whole.own_indices, "", only_nan=True)
     except UserError:
         outputs = keras.tree.flatten(model(keras.tree.map_structure(keras.ops.convert_to_tensor, whole.inputs)))
         if not all(np.isfinite(keras.ops.convert_to_numpy(output)).all() for output in outputs):
@@ -118,7 +117,7 @@ def name_culprit(error: NonFiniteLossError, reader: Reader, state: RunState) -> 
         return error
     try:
         for name in ("inputs", "targets", "sample_weight"):
-            refuse_nan(name, getattr(batch, name), batch.indices, "")
+            _refuse_nan(name, getattr(batch, name), batch.indices, "")
     except UserError as reason:
         return NonFiniteLossError(f"{str(error).partition(';')[0]}; {reason}", error.step)
     return error
@@ -151,7 +150,7 @@ def _check_inputs(model: keras.Model, inputs: Any) -> None:
     if len(leaves) != len(symbols):
         which = f" ({', '.join(names)})" if len(names) > 1 else ""
         raise UserError(
-            f"inputs of {model.name}: expected {count_text(len(symbols), 'array')}{which}. Received: {len(leaves)}"
+            f"inputs of {model.name}: expected {_count_text(len(symbols), 'array')}{which}. Received: {len(leaves)}"
         )
     for name, symbol, leaf in zip(names, symbols, leaves, strict=True):
         if leaf is None or keras.tree.is_nested(leaf):
@@ -160,10 +159,10 @@ def _check_inputs(model: keras.Model, inputs: Any) -> None:
             refuse_strings(leaf, "inputs")
         shape, allowed = tuple(leaf.shape[1:]), tuple(symbol.shape[1:])
         # Keras adds or removes a last axis of one.
-        if not any(fits(one, allowed) for one in (shape, (*shape, 1), *([shape[:-1]] if shape[-1:] == (1,) else []))):
+        if not any(_fits(one, allowed) for one in (shape, (*shape, 1), *([shape[:-1]] if shape[-1:] == (1,) else []))):
             which = f" {name}" if len(symbols) > 1 else ""
             raise UserError(
-                f"inputs{which} of {model.name}: expected shape {shape_text(allowed)}. Received: {shape_text(shape)}"
+                f"inputs{which} of {model.name}: expected shape {_shape_text(allowed)}. Received: {_shape_text(shape)}"
             )
 
 
@@ -210,17 +209,17 @@ class _Output:
 
 
 def _check_targets(
-    model: keras.Model, symbols: Any, is_chief: bool, targets: Any, sample_weight: Any, indices: np.ndarray, title: str
+    model: keras.Model, symbols: Any, targets: Any, sample_weight: Any, indices: np.ndarray, title: str
 ) -> None:
     """Raises if something is wrong with targets or sample weights; `indices`: their places in the data set."""
     for output, target in _outputs(model, symbols, targets, title):
-        refuse_nan(output.title, target, indices, "")
-        _check_shape(output, target.shape, is_chief)
+        _refuse_nan(output.title, target, indices, "")
+        _check_shape(output, target.shape)
         if output.loss in _SPARSE:
             _check_labels(output, target, indices)
         if sample_weight is not None and not keras.tree.is_nested(sample_weight):
             _check_weight_shape(output, sample_weight.shape, title)
-    refuse_nan("sample_weight", sample_weight, indices, title)
+    _refuse_nan("sample_weight", sample_weight, indices, title)
 
 
 def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list[tuple[_Output, np.ndarray]]:
@@ -248,7 +247,7 @@ def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list
             needed = [name for name, loss in zip(names, losses) if loss is not None]
             _require_names(f"{title}targets of {model.name}", needed, targets)
         raise UserError(
-            f"{title}targets of {model.name}: expected {count_text(len(flat), 'array')}, one an output. Received: "
+            f"{title}targets of {model.name}: expected {_count_text(len(flat), 'array')}, one an output. Received: "
             f"{len(given)}"
         )
     if len(losses) != len(flat) or len(given) != len(flat):
@@ -264,56 +263,37 @@ def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list
     return found
 
 
-def _check_shape(output: _Output, received: tuple[int, ...], is_chief: bool) -> None:
+def _check_shape(output: _Output, received: tuple[int, ...]) -> None:
     """Raises if targets can be paired with the outputs by no rule of Keras (3.15)."""
-    sizes, shape = tuple(output.symbol.shape[1:]), tuple(received[1:])
+    sizes, shape, axis = tuple(output.symbol.shape[1:]), tuple(received[1:]), output.class_axis - 1
     if not sizes:
         return
-    before, num_classes, behind = (
-        sizes[: output.class_axis - 1],
-        sizes[output.class_axis - 1],
-        sizes[output.class_axis :],
-    )
-    labels = (*before, *behind)
+    labels, num_classes = (*sizes[:axis], *sizes[axis + 1 :]), sizes[axis]
     expected, meaning, hint = sizes, ", that of the outputs", ""
     if output.loss in _SPARSE:
-        if fits(shape, labels) or fits(shape, (*before, 1, *behind)):
+        if _fits(shape, labels) or _fits(shape, (*sizes[:axis], 1, *sizes[axis + 1 :])):
             return
-        expected, meaning = labels, f" for {output.loss}, one label for {count_text(num_classes, 'output')}"
-        if fits(shape, sizes):
+        expected, meaning = labels, f" for {output.loss}, one label for {_count_text(num_classes, 'output')}"
+        if _fits(shape, sizes):
             hint = "; use categorical_crossentropy for one-hot labels, or y.argmax(-1)"
-    elif fits(shape, sizes):
+    elif _fits(shape, sizes) or (output.loss not in _ONE_HOT and _are_broadcast(shape, sizes)):
         return
     elif output.loss in _ONE_HOT:
         meaning = f" for {output.loss}, one-hot labels"
-        if fits(shape, labels) or fits(shape, (*labels, 1)):
+        if _fits(shape, labels) or _fits(shape, (*labels, 1)):
             hint = "; use sparse_categorical_crossentropy, or keras.utils.to_categorical(y)"
-    elif (is_repeated := _is_repeated(shape, sizes)) is not None:
-        if is_chief and is_repeated:
-            _warn(
-                f"{output.title} of shape {shape_text(shape)} are repeated to meet outputs of shape "
-                f"{shape_text(sizes)}: is that what you mean?"
-            )
-        return
     raise UserError(
-        f"{output.title}: expected shape {shape_text(expected)}{meaning}. Received: {shape_text(shape)}{hint}"
+        f"{output.title}: expected shape {_shape_text(expected)}{meaning}. Received: {_shape_text(shape)}{hint}"
     )
 
 
-def _is_repeated(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool | None:
-    """Returns whether NumPy's rules repeat something of two shapes to make them equal; None if they cannot.
-
-    Before that Keras adds or removes a last axis of one.
-    """
+def _are_broadcast(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
+    """Returns whether NumPy's rules make two shapes equal, once Keras has added or removed a last axis of one."""
     if len(shape) == len(sizes) + 1 and shape[-1] == 1:
         shape = shape[:-1]
     elif len(sizes) == len(shape) + 1 and sizes[-1] == 1:
-        sizes = sizes[:-1] if shape else sizes
-        shape = shape or (1,)
-    differing = [pair for pair in zip(shape, sizes) if pair[0] != pair[1] and pair[1] is not None]
-    if len(shape) != len(sizes) or not all(1 in pair for pair in differing):
-        return None
-    return bool(differing)
+        shape = (*shape, 1)
+    return len(shape) == len(sizes) and all(own == 1 or size in (own, 1, None) for own, size in zip(shape, sizes))
 
 
 def _check_labels(output: _Output, labels: np.ndarray, indices: np.ndarray) -> None:
@@ -339,7 +319,7 @@ def _check_labels(output: _Output, labels: np.ndarray, indices: np.ndarray) -> N
         instead = f"correct the labels, or give the loss ignore_class={int(label)}"
     raise UserError(
         f"{output.title}: expected labels from 0 to {num_classes - 1}, since the model has "
-        f"{count_text(num_classes, 'output')}. {where}; {instead}"
+        f"{_count_text(num_classes, 'output')}. {where}; {instead}"
     )
 
 
@@ -353,12 +333,12 @@ def _check_weight_shape(output: _Output, received: tuple[int, ...], title: str) 
         return
     if len(shape) != len(sizes) or any(own not in (1, size) and size is not None for own, size in zip(shape, sizes)):
         raise UserError(
-            f"{title}sample_weight: expected shape {shape_text(sizes)}, that of the loss of each sample. Received: "
-            f"{shape_text(tuple(received[1:]))}"
+            f"{title}sample_weight: expected shape {_shape_text(sizes)}, that of the loss of each sample. Received: "
+            f"{_shape_text(tuple(received[1:]))}"
         )
 
 
-def check_activations(model: keras.Model, symbols: Any, targets: Any, is_chief: bool) -> None:
+def _check_activations(model: keras.Model, symbols: Any, targets: Any, *, is_chief: bool) -> None:
     """Raises if a loss of logits gets probabilities; warns where it may be the other way round."""
     for output, _ in _outputs(model, symbols, targets, ""):
         if output.loss not in _OF_PROBABILITIES:
@@ -371,17 +351,11 @@ def check_activations(model: keras.Model, symbols: Any, targets: Any, is_chief: 
                 "from_logits=True: leave out one of the two"
             )
         if is_chief and not takes_logits and activation == "linear":
-            _warn(
-                f"layer {layer} of {model.name} has no activation, but the loss {output.loss} expects probabilities: "
-                "add from_logits=True to the loss, or softmax or sigmoid to the layer"
-            )
+            text = f"layer {layer} of {model.name} has no activation, but the loss {output.loss} expects probabilities"
+            warnings.warn(f"{text}: add from_logits=True to the loss, or softmax or sigmoid to the layer", stacklevel=2)
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
-
-
-def refuse_nan(name: str, data: Any, indices: np.ndarray, title: str, only_nan: bool = False) -> None:
+def _refuse_nan(name: str, data: Any, indices: np.ndarray, title: str, only_nan: bool = False) -> None:
     """Raises if there is a number that is not finite, and says in which sample."""
     for leaf in keras.tree.flatten(data):
         if leaf is None or leaf.dtype.kind in "OUS":
@@ -400,16 +374,16 @@ def refuse_nan(name: str, data: Any, indices: np.ndarray, title: str, only_nan: 
             )
 
 
-def fits(shape: tuple[int, ...], allowed: tuple[int | None, ...]) -> bool:
+def _fits(shape: tuple[int, ...], allowed: tuple[int | None, ...]) -> bool:
     """Returns whether a shape is one of those allowed; None stands for any size."""
     return len(shape) == len(allowed) and all(size is None or size == own for own, size in zip(shape, allowed))
 
 
-def shape_text(sizes: tuple[Any, ...]) -> str:
+def _shape_text(sizes: tuple[Any, ...]) -> str:
     """Returns the shape of a batch in words; `sizes` are those of a sample."""
     return f"(samples, {', '.join('any' if size is None else str(size) for size in sizes)})".replace(", )", ",)")
 
 
-def count_text(number: int, what: str) -> str:
+def _count_text(number: int, what: str) -> str:
     """Returns a number of things in words."""
     return f"{number} {what}{'' if number == 1 else 's'}"

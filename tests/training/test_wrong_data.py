@@ -78,12 +78,16 @@ LATER = {
     "the labels",
 }
 WARNED = {
-    "targets repeated": "targets of shape (samples, 1) are repeated to meet outputs of shape (samples, 3): is that "
-    "what you mean?",
     "logits as probabilities": f"layer head of m has no activation, but the loss {SPARSE} expects probabilities: add "
     "from_logits=True to the loss, or softmax or sigmoid to the layer",
 }
-TRAINED = ("label ignored", "labels as floats", "weight of a class without samples", "batch larger than the data")
+TRAINED = (
+    "targets repeated",
+    "label ignored",
+    "labels as floats",
+    "weight of a class without samples",
+    "batch larger than the data",
+)
 
 
 @pytest.fixture(scope="module")
