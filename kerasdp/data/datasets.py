@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -212,7 +212,6 @@ DATASETS: dict[str, Callable[..., Any]] = {
 }
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _MOST_AXES = 8  # images in colour have 4
-_IDX_CHUNK = 2**24
 
 
 def read_idx(path: str) -> np.ndarray:
@@ -226,38 +225,23 @@ def read_idx(path: str) -> np.ndarray:
     """
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            return _read_open_idx(path, cast(BinaryIO, file))
-    except (OSError, EOFError, MemoryError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
-
-
-def _read_open_idx(path: str, file: BinaryIO) -> np.ndarray:
-    start = file.read(4)
-    num_axes = start[3] if len(start) == 4 else 0
-    sizes = file.read(4 * num_axes)
-    is_idx = 0 < num_axes <= _MOST_AXES and start[:2] == b"\0\0" and start[2] in _DTYPES
-    if not is_idx or len(sizes) < 4 * num_axes:
-        raise UserError(f"{path}: expected an IDX file, but it does not begin like one; fetch the file again")
-    dtype = np.dtype(_DTYPES[start[2]])
-    shape = tuple(int(size) for size in np.frombuffer(sizes, ">u4"))
-    expected = math.prod(shape) * dtype.itemsize
-    content = _at_most(expected + 1, file)  # whatever else a .gz may grow to
+            start = file.read(4)
+            num_axes = start[3] if len(start) == 4 else 0
+            sizes = file.read(4 * num_axes)
+            is_idx = 0 < num_axes <= _MOST_AXES and start[:2] == b"\0\0" and start[2] in _DTYPES
+            if not is_idx or len(sizes) < 4 * num_axes:
+                raise UserError(f"{path}: expected an IDX file, but it does not begin like one; fetch the file again")
+            dtype, shape = np.dtype(_DTYPES[start[2]]), tuple(np.frombuffer(sizes, ">u4").tolist())
+            expected = math.prod(shape) * dtype.itemsize
+            content = file.read(expected + 1)  # whatever else a .gz may grow to
+    except (OSError, EOFError, MemoryError, OverflowError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}); fetch the file again") from error
     if len(content) != expected:
-        header = 4 + len(sizes)
-        received = "more" if len(content) > expected else str(header + len(content))
+        received = "more" if len(content) > expected else len(content)
         raise UserError(
-            f"{path}: expected {header + expected} bytes for shape {shape}. Received: {received}; fetch it again"
+            f"{path}: expected {expected} bytes for shape {shape}. Received: {received}; fetch the file again"
         )
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
-
-
-def _at_most(count: int, file: BinaryIO) -> bytes:
-    """Returns what is left of a file, up to a number of bytes; takes memory for what is there alone."""
-    parts = []
-    while count and (part := file.read(min(count, _IDX_CHUNK))):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 def read_idx_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:

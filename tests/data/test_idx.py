@@ -51,25 +51,21 @@ def test_numbers_of_several_bytes_are_big_endian(tmp_path):
 def test_damaged_files_are_named(tmp_path, content):
     path = tmp_path / "images"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="images: expected"):
+    with pytest.raises(UserError, match="images: (expected|cannot be read)"):
         datasets.read_idx(str(path))
 
 
 def test_of_a_gz_as_much_is_read_as_its_header_says(tmp_path):
-    """Not the gigabyte that it would be; a header that promises more than there is takes no memory either."""
+    """Not the gigabyte that it would be."""
     path = tmp_path / "images.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(encode(IMAGES))
-        for _ in range(64):
-            file.write(bytes(2**24))
+        file.write(bytes(2**26))
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match=r"images.gz: expected \d+ bytes for shape .*Received: more"):
+        with pytest.raises(UserError, match="images.gz: expected 24 bytes for shape .*Received: more"):
             datasets.read_idx(str(path))
-        path.write_bytes(gzip.compress(b"\0\0\x08\x03" + 12 * b"\x7f" + b"x"))
-        with pytest.raises(UserError, match="images.gz: expected 9.* bytes for shape .*Received: 17"):
-            datasets.read_idx(str(path))
-        assert tracemalloc.get_traced_memory()[1] < 2**26
+        assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
 
