@@ -40,20 +40,20 @@ def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
     (step,) = processes.broadcast_from_rank0([-1.0 if found is None else found[1].state["step"]])
     if processes.num_processes == 1:
         return found
-    path = files.path_of(folder, int(step))
-    if processes.rank and step >= 0:
+    path = files.path_of(folder, int(step)) if step >= 0 else None
+    if processes.rank and path:
         with contextlib.suppress(CheckpointError, OSError):
             found = path, files.load(path)
     own = "none" if found is None else files.checksum_of(found[1])
-    if processes.rank and step < 0:
-        own = f"others ({len(files.paths_in(folder))})" if files.paths_in(folder) else "none"
+    if processes.rank and not path and files.paths_in(folder):
+        own = "others"
     of_all = processes.all_gather_object((own, socket.gethostname()))
     for rank, (theirs, machine) in enumerate(of_all):
         if theirs != of_all[0][0]:
             raise UserError(
-                f"--resume: {path if step >= 0 else folder} is {'missing' if theirs == 'none' else 'another one'} on "
-                f"{machine} (rank {rank}), as rank 0 sees it on {of_all[0][1]}; every machine reads it: put --workdir "
-                "where all see it, or copy it to each"
+                f"--resume: {path or folder} is {'missing' if theirs == 'none' else 'another one'} on {machine} (rank "
+                f"{rank}), as rank 0 sees it on {of_all[0][1]}; every machine reads it: put --workdir where all see "
+                "it, or copy it to each"
             )
     return found
 

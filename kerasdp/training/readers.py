@@ -71,15 +71,9 @@ def make_reader(
     """
     # Of a training alone: its rows may come as micro-batches.
     split = Split(strategy.num_replicas) if training else strategy.split
-    seed, weights_given = seed_of_fit(config.seed, fit_number), sample_weight is not None or class_weight is not None
-    if _is_source(x) or is_of_arrays(x):
-        if _is_source(x) and (y is not None or weights_given):
-            raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
-        if class_weight is not None:
-            if sample_weight is not None:
-                raise UserError("give class_weight or sample_weight, not both")
-            sample_weight = weights_of_classes(y, class_weight)
-        source = x if _is_source(x) else ArraySource(x, y, sample_weight)
+    seed = seed_of_fit(config.seed, fit_number)
+    source = _source_of(x, y, sample_weight, class_weight)
+    if source is not None:
         steps = _capped(steps, there := -(-source.num_samples // batch_size))
         if steps is not None and not training:  # else samples would count twice
             steps = min(steps, there)
@@ -90,36 +84,41 @@ def make_reader(
         return SampleReader(source, order, split, strategy.shard, is_kept)
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    return _reader_of_batches(
-        x, strategy, split, steps, class_weight, seed if training else None, shuffle, known_streams
-    )
+    _require_batches(x)
+    steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
+    own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
+    if not isinstance(x, keras.utils.PyDataset):
+        return StreamReader(
+            x, split, strategy.shard, steps, seed=seed if training else None, known_streams=known_streams, **own
+        )
+    if not training and steps is not None and x.num_batches:  # else samples would count twice
+        steps = min(steps, x.num_batches)
+    return IndexedReader(x, split, strategy.shard, steps, order_seed=seed if training and shuffle else None, **own)
 
 
-def _reader_of_batches(
-    x: Any,
-    strategy: Strategy,
-    split: Split,
-    steps: int | None,
-    class_weight: dict[int, float] | None,
-    seed: int | None,
-    shuffle: bool,
-    known_streams: dict[int, Stream] | None,
-) -> Reader:
-    is_indexed = isinstance(x, keras.utils.PyDataset)
-    if not hasattr(x, "__iter__") and not is_indexed:
+def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float] | None) -> Any:
+    """Returns samples that can be read by their numbers; None for batches."""
+    if _is_source(x):
+        if any(part is not None for part in (y, sample_weight, class_weight)):
+            raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
+        return x
+    if not is_of_arrays(x):
+        return None
+    if class_weight is not None:
+        if sample_weight is not None:
+            raise UserError("give class_weight or sample_weight, not both")
+        sample_weight = weights_of_classes(y, class_weight)
+    return ArraySource(x, y, sample_weight)
+
+
+def _require_batches(x: Any) -> None:
+    """Raises `UserError` for what gives no batches."""
+    if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
         raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
     if hasattr(x, "column_names") and hasattr(x, "select_columns"):  # Hugging Face's: Keras takes none of them, either
         way = "kerasdp.RecordSource(x, lambda row: (row[COLUMN], row[COLUMN]))"
         way = way if hasattr(x, "__len__") else 'torch.utils.data.DataLoader(x.with_format("torch"), ...)'
         raise UserError(f"x: a {type(x).__name__} gives rows, not batches of inputs and targets; use {way}")
-    own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
-    steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
-    if is_indexed and seed is None and steps is not None and x.num_batches:  # in no training: samples would count twice
-        steps = min(steps, x.num_batches)
-    place = x, split, strategy.shard, steps
-    if is_indexed:
-        return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
-    return StreamReader(*place, seed=seed, known_streams=known_streams, **own)
 
 
 def first_of(reader: Reader) -> Batch:
