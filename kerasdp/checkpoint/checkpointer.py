@@ -31,7 +31,7 @@ _NOTHING, _SAVE, _END = range(3)
 def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
     """Returns path and content of the newest checkpoint of a folder, on all ranks; None if there is none.
 
-    It is the one that rank 0 finds to be valid. What is newer and cannot be used stays where it is until `resume`.
+    It is the one that rank 0 finds to be valid. What is newer and cannot be used stays where it is.
 
     Raises:
         UserError: if none of several can be used, or a rank does not find the one of rank 0.
@@ -59,7 +59,7 @@ def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
 
 
 def resume(
-    processes: Processes, model: keras.Model, identity: dict[str, Any], folder: str, found: tuple[str, Checkpoint]
+    processes: Processes, model: keras.Model, identity: dict[str, Any], found: tuple[str, Checkpoint]
 ) -> Checkpoint:
     """Gives a model and its optimizer the values of the checkpoint that `newest` found; returns it.
 
@@ -71,7 +71,6 @@ def resume(
     require(path, saved.state, *_NEEDED)
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
-        files.set_aside(folder, path)
     without = training_state.frozen(model) if training_state.FROZEN in identity else {}
     training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale", "optimizers"), without)
     return saved

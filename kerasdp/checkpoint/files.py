@@ -202,25 +202,6 @@ class Writer:
             self._report(text)
 
 
-def set_aside(folder: str, used: str) -> None:
-    """Sets aside what could not be used and is newer than the checkpoint in use; removes what a killed run began.
-
-    Other files stay.
-
-    Raises:
-        UserError: if that cannot be done.
-    """
-    files = folder_at(folder)
-    try:
-        files.clean()
-        for path in paths_in(folder):
-            if path == used:
-                break
-            files.set_aside(os.path.basename(path))
-    except OutOfReachError as error:
-        raise UserError(f"--resume: cannot write into {folder} ({error})") from error
-
-
 def _is_sound(name: str, array: np.ndarray) -> bool:
     of_training = name.startswith(("model/", "optimizer/"))
     return not of_training or array.dtype.kind != "f" or bool(np.isfinite(array).all())

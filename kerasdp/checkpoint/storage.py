@@ -5,7 +5,6 @@ own. Loads neither fsspec nor NumPy until a URL is used. A folder has a lock; a 
 """
 
 import contextlib
-import glob
 import os
 import re
 import socket
@@ -86,7 +85,8 @@ class _LocalFolder:
     def writing(self, name: str) -> Iterator[str]:
         """Gives a path to write to; the file is there, under its name, when the context ends without an error."""
         os.makedirs(self._path, exist_ok=True)
-        temporary = self._at(name + _BEGUN)
+        # One name for all steps: the next one is written over what a killed run had begun.
+        temporary = self._at(re.sub(r"^step-\d+", "step", name) + _BEGUN)
         try:
             with open(temporary, "wb") as file:
                 mode = os.stat(file.fileno()).st_mode  # as the umask says
@@ -105,18 +105,9 @@ class _LocalFolder:
         """Gives a path to read from."""
         yield self._at(name)
 
-    def set_aside(self, name: str) -> None:
-        """Takes a file out of the names that are looked at."""
-        os.replace(self._at(name), self._at(f"{name}.unusable"))
-
     def remove(self, name: str) -> None:
         """Removes a file."""
         os.remove(self._at(name))
-
-    def clean(self) -> None:
-        """Removes the checkpoints that a killed run had begun to write."""
-        for path in glob.glob(os.path.join(glob.escape(self._path), f"*.safetensors{_BEGUN}")):
-            os.remove(path)
 
     def _at(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -146,7 +137,7 @@ class _RemoteFolder:
                 protocols = self._files.protocol
                 if _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols):
                     self._files.makedirs(self._path, exist_ok=True)
-                self.set_aside(name)
+                self._unmark(name)
                 self._files.put_file(local, self._at(name))
                 self._files.pipe_file(self._at(name + _WHOLE), b"whole")
 
@@ -158,17 +149,14 @@ class _RemoteFolder:
                 self._files.get_file(self._at(name), local)
             yield local
 
-    def set_aside(self, name: str) -> None:
+    def _unmark(self, name: str) -> None:
         with self._reached(), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._at(name + _WHOLE))
 
     def remove(self, name: str) -> None:
-        self.set_aside(name)
+        self._unmark(name)
         with self._reached():
             self._files.rm_file(self._at(name))
-
-    def clean(self) -> None:
-        """Has nothing to do: what has no marker is not there."""
 
     def _at(self, name: str) -> str:
         return f"{self._path.rstrip('/')}/{name}"

@@ -74,7 +74,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         found = newest(processes, checkpoints) if checkpoints and config.resume else None
         self.resumed = None
         if checkpoints and found is not None:
-            self.resumed = resume(processes, model, identity, checkpoints, found)
+            self.resumed = resume(processes, model, identity, found)
             _resume(state, reader, self.resumed)
         self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
         shown = _shown(state, facts, fit, verbose, self.resumed) if is_chief else []
@@ -194,12 +194,12 @@ class RunCallbacks(keras.callbacks.CallbackList):
 
     def _keep_one_rate(self) -> None:
         """Gives all ranks the learning rate of rank 0, which a callback may have set."""
-        optimizer = self._trained.optimizer
-        if learning_rate_schedule(optimizer) is None:
-            own_rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        model = self._trained
+        if learning_rate_schedule(model.optimizer) is None:
+            own_rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
             (rate,) = self._strategy.processes.broadcast_from_rank0([own_rate])
             if rate != own_rate:
-                optimizer.learning_rate = rate
+                model.optimizer.learning_rate = rate
 
     def _gather_for_callbacks(self) -> None:
         if self._has_callbacks:

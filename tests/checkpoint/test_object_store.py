@@ -88,29 +88,6 @@ def some(step, size=100):
     return files.Checkpoint(arrays=arrays, state={"step": step})
 
 
-def test_what_is_written_is_kept_listed_and_read(wire):
-    place, told = f"{BUCKET}/a/b", []
-    require_folder(place, resume=False)
-    writer = files.Writer(place, 2, told.append)
-    for step in range(1, 5):
-        writer.write(some(step), is_best=step == 2)
-    writer.close()
-    names = ["best.safetensors", "step-00000003.safetensors", "step-00000004.safetensors"]
-    assert sorted(folder_at(place).names()) == names
-    assert files.load(f"{place}/best.safetensors").state["step"] == 2
-    system = fsspec.filesystem("s3")
-    system.pipe_file("bucket/a/b/step-00000005.safetensors", system.cat_file("bucket/a/b/" + names[2])[:-7])
-    assert files.paths_in(place)[0].endswith("step-00000004.safetensors")  # it has no marker
-    system.pipe_file("bucket/a/b/step-00000005.safetensors.whole", b"whole")
-    path, found = files.load_newest(place, told.append)
-    assert path == f"{place}/step-00000004.safetensors" and len(told) == 1
-    np.testing.assert_array_equal(found.arrays["model/kernel"], some(4).arrays["model/kernel"])
-    files.set_aside(place, path)
-    assert sorted(folder_at(place).names()) == names
-    with pytest.raises(UserError, match="holds the checkpoints of an earlier run"):
-        require_folder(place, resume=False)
-
-
 def test_refusals(wire, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write into 's3://nobucket/run' \(.*bucket does not exist"):
         require_folder("s3://nobucket/run", resume=False)

@@ -55,22 +55,21 @@ def test_what_is_written_is_kept_listed_and_read(place):
     assert not told
 
 
-def test_what_is_damaged_is_set_aside(place):
+def test_what_is_damaged_is_left_out(place):
     for step in (5, 10, 123456789):
         files.save(files.path_of(place, step), some(step))
     damage(place, "step-123456789.safetensors")
     if "://" not in place:
-        pathlib.Path(place, "step-00000020.safetensors.tmp").write_text("what a killed run began")
-        pathlib.Path(place, "notes.tmp").write_text("of somebody else")
+        pathlib.Path(place, "step.safetensors.tmp").write_text("what a killed run began")
     told = []
     path, found = files.load_newest(place, told.append)
     assert path == files.path_of(place, 10) and found.state["step"] == 10
     assert len(told) == 1 and "step-123456789.safetensors is corrupt or truncated" in told[0]
-    files.set_aside(place, path)
-    aside = [] if "://" in place else ["step-123456789.safetensors.unusable"]  # under a URL its marker is gone
-    assert sorted(folder_at(place).names()) == ["step-00000005.safetensors", "step-00000010.safetensors", *aside]
-    if "://" not in place:
-        assert len(os.listdir(place)) == 4 and "notes.tmp" in os.listdir(place)
+    files.save(files.path_of(place, 15), some(15))
+    assert files.load_newest(place, told.append)[0] == files.path_of(place, 15)
+    names = [f"step-{step:08d}.safetensors" for step in (5, 10, 15, 123456789)]
+    assert sorted(folder_at(place).names()) == sorted(names)
+    assert "://" in place or sorted(os.listdir(place)) == sorted(names)
 
 
 def test_a_place_that_is_new_or_of_an_earlier_run(place):
@@ -105,7 +104,7 @@ def test_a_place_that_cannot_be_used(url, missing, words, monkeypatch):
 
 
 def test_what_is_out_of_reach_is_not_corrupt(tmp_path, monkeypatch):
-    """A network that fails must not cost a sound checkpoint, which would be set aside for an older one."""
+    """A network that fails must not cost a sound checkpoint, for which an older one would be taken."""
     place = f"memory://{tmp_path}"
     for step in (1, 2):
         files.save(files.path_of(place, step), some(step))
