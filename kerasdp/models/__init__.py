@@ -8,7 +8,7 @@ from typing import Any
 
 from kerasdp.config import Config, spec
 from kerasdp.errors import UserError
-from kerasdp.runtime.model_cache import made_of_choices
+from kerasdp.runtime.run_state import made_of_choices
 
 
 def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> Any:

@@ -16,7 +16,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UnseenGPUsError, UserError
 from kerasdp.runtime import hardware
-from kerasdp.runtime.cluster import Cluster
+from kerasdp.runtime.ranks import Cluster
 
 _WRITTEN_BY_KERAS = {
     "floatx": "float32",

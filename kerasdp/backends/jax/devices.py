@@ -18,9 +18,9 @@ from kerasdp.backends.jax import processes
 from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.runtime.hardware import PLATFORMS, num_gpus
+from kerasdp.runtime.ranks import Cluster
 
 if TYPE_CHECKING:
     import keras

@@ -25,11 +25,10 @@ from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome
-from kerasdp.runtime.cluster import Cluster, number_in, require_same
-from kerasdp.runtime.device_errors import lost_process
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
 from kerasdp.runtime.hardware import is_too_old_for
-from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.lines import lost_process
+from kerasdp.runtime.ranks import Cluster, Processes, number_in, require_same
 from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
 from kerasdp.runtime.workers import peak_memory_of_process, run_workers
 
