@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from kerasdp import config
 from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.config.validation import check_installed
 from kerasdp.errors import (
     FIELDS_OF_FLAGS,
     RunError,
@@ -31,7 +30,7 @@ from kerasdp.errors import (
 )
 from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import hardware, outcome, signals
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, check_installed, choose_backend, set_backend
 from kerasdp.runtime.lines import explained
 from kerasdp.runtime.ranks import Cluster, ending_alike, find_ranks
 from kerasdp.runtime.sending import SentFunction, SentResult, name_of, tf_data_of

@@ -8,9 +8,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from kerasdp.config import Config
+from kerasdp.config import Config, versions
 from kerasdp.config.choices import choices_of
-from kerasdp.config.validation import versions
 from kerasdp.errors import UserError
 from kerasdp.runtime import lines, signals
 
