@@ -21,7 +21,7 @@ import protocol
 import traffic
 
 import kerasdp
-from kerasdp.config.validation import MODELS
+from kerasdp.config import MODELS
 
 WITHOUT_BATCH_NORM = ("lenet", "mlp", "gpt", "bert", "vit", "llama", "tagger", "unet")
 

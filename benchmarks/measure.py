@@ -13,8 +13,7 @@ from typing import Any
 
 from contenders import SHAPES, Contender, Program, Way, choose
 
-from kerasdp.config import Config
-from kerasdp.config.validation import BACKENDS, versions
+from kerasdp.config import BACKENDS, Config, versions
 from kerasdp.errors import RunError
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 from kerasdp.runtime.devices import is_installed

@@ -28,7 +28,7 @@ import protocol
 from contenders import PEERS, Contender
 from measure import Measured, run, spread
 
-from kerasdp.config.validation import versions
+from kerasdp.config import versions
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))

@@ -42,7 +42,7 @@ def _flags() -> str:
         lines += [f"### {group}", "", "| flag | default | meaning |", "|---|---|---|"]
         for choice in choices:
             names = ", ".join(f"`--{flag}`" for flag in reversed(choice.flags))
-            default, meaning = choice.default_text, choice.meaning
+            default, meaning = choice.default_text, choice.help
             if default and choice.default is not None:
                 default = f"`{default}`"
             if choice.name not in choices_of(kerasdp.Config):

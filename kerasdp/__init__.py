@@ -9,26 +9,38 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kerasdp.config import Config
-from kerasdp.errors import PreemptedError, RunError, UserError
-from kerasdp.launch import launch, local_devices
+# `X as X` is how type checkers know a public name.
+from kerasdp.config import Config as Config
+from kerasdp.errors import PreemptedError as PreemptedError
+from kerasdp.errors import RunError as RunError
+from kerasdp.errors import UserError as UserError
+from kerasdp.launch import launch as launch
+from kerasdp.launch import local_devices as local_devices
 from kerasdp.runtime.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
-    from kerasdp import parity, pipeline
-    from kerasdp.checkpoint.trained import export, load_model
-    from kerasdp.cli.main import main
-    from kerasdp.data.buckets import Buckets
-    from kerasdp.data.datasets import Dataset, load_data
-    from kerasdp.data.sampling import Order
-    from kerasdp.data.sources import ArraySource, ImageFolder, RecordSource
-    from kerasdp.models import build_model, load_backbone
-    from kerasdp.portability import layers
-    from kerasdp.portability.gradients import portable_step, value_and_grad
-    from kerasdp.portability.portable import portable
-    from kerasdp.portability.replica_context import all_rows
-    from kerasdp.training.optimizers import make_optimizer
-    from kerasdp.training.runner import Runner
+    from kerasdp import parity as parity
+    from kerasdp import pipeline as pipeline
+    from kerasdp.checkpoint.trained import export as export
+    from kerasdp.checkpoint.trained import load_model as load_model
+    from kerasdp.cli.main import main as main
+    from kerasdp.data.buckets import Buckets as Buckets
+    from kerasdp.data.datasets import Dataset as Dataset
+    from kerasdp.data.datasets import load_data as load_data
+    from kerasdp.data.sampling import Order as Order
+    from kerasdp.data.sources import ArraySource as ArraySource
+    from kerasdp.data.sources import ImageFolder as ImageFolder
+    from kerasdp.data.sources import RecordSource as RecordSource
+    from kerasdp.models import build_model as build_model
+    from kerasdp.models import load_backbone as load_backbone
+    from kerasdp.portability import layers as layers
+    from kerasdp.portability.gradients import portable_step as portable_step
+    from kerasdp.portability.gradients import value_and_grad as value_and_grad
+    from kerasdp.portability.portable import portable as portable
+    from kerasdp.portability.reduction import per_sample as per_sample
+    from kerasdp.portability.replica_context import all_rows as all_rows
+    from kerasdp.training.optimizers import make_optimizer as make_optimizer
+    from kerasdp.training.runner import Runner as Runner
 
 __version__ = "0.1.0"
 
@@ -61,36 +73,8 @@ _PACKAGES = {
     "pipeline": "kerasdp.pipeline",
 }
 
-__all__ = [
-    "ArraySource",
-    "Buckets",
-    "Config",
-    "Dataset",
-    "ImageFolder",
-    "Order",
-    "PreemptedError",
-    "RecordSource",
-    "RunError",
-    "Runner",
-    "UserError",
-    "all_rows",
-    "build_model",
-    "export",
-    "launch",
-    "layers",
-    "load_backbone",
-    "load_data",
-    "load_model",
-    "local_devices",
-    "main",
-    "make_optimizer",
-    "parity",
-    "per_sample",
-    "pipeline",
-    "portable",
-    "portable_step",
-    "value_and_grad",
-]
+_OF_HERE = ["Config", "PreemptedError", "RunError", "UserError", "launch", "local_devices"]
+__all__ = sorted([*_OF_HERE, *_MODULES, *_PACKAGES])
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from kerasdp import config
 from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.config.validation import check_installed
 from kerasdp.errors import (
     FIELDS_OF_FLAGS,
     RunError,
@@ -30,13 +29,11 @@ from kerasdp.errors import (
     way_to_resume,
 )
 from kerasdp.reporting.figure import live_figures
-from kerasdp.runtime import memory, outcome, signals
-from kerasdp.runtime.cluster import Cluster, find_ranks
-from kerasdp.runtime.device_errors import explained
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
-from kerasdp.runtime.ranks import ending_alike
-from kerasdp.runtime.returning import SentResult
-from kerasdp.runtime.sending import SentFunction, name_of, tf_data_of
+from kerasdp.runtime import hardware, outcome, signals
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, check_installed, choose_backend, set_backend
+from kerasdp.runtime.lines import explained
+from kerasdp.runtime.ranks import Cluster, ending_alike, find_ranks
+from kerasdp.runtime.sending import SentFunction, SentResult, name_of, tf_data_of
 from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.runtime.workers import supervise
 
@@ -77,7 +74,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
             raise UserError(_unknown(unknown, changes[unknown]))
         settings = dataclasses.replace(settings or Config(), **changes)
         # Before threads begin, which would have memory of their own.
-        with memory.kept(choose_backend(settings.backend)), signals.noticed():
+        with hardware.kept_memory(choose_backend(settings.backend)), signals.noticed():
             cluster, settings, train = job = resolve(settings, train)
             figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
             with _folders(cluster, settings), figures:

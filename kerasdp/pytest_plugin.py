@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kerasdp.config.validation import BACKENDS
+from kerasdp.config import BACKENDS
 
 _REFERENCES = pytest.StashKey[dict[Any, Any]]()
 

@@ -12,8 +12,7 @@ import keras
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint, require
-from kerasdp.config import Config
-from kerasdp.config.validation import versions
+from kerasdp.config import Config, versions
 from kerasdp.errors import CheckpointError, PreemptedError, UserError, way_to_resume
 from kerasdp.keras_compat.models import set_monitor_direction
 from kerasdp.reporting import report

@@ -1,33 +1,32 @@
-"""The command `kerasdp`: runs the recipes, lists and copies them, looks at this machine."""
+"""The command `kerasdp`: runs the recipes, lists and copies them, flagfiles and templates."""
 
 import argparse
+import ast
 import difflib
 import json
 import os
-import platform
-import subprocess
+import pathlib
+import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import kerasdp
-from kerasdp.cli import kit
 from kerasdp.cli.flags import PROGRAM
 from kerasdp.cli.main import ending_with_a_line
-from kerasdp.config.validation import BACKENDS, version_of
 from kerasdp.errors import UserError
 from kerasdp.reporting.report import drop_stdout
-from kerasdp.runtime.devices import is_installed
 
 # A recipe bisect.py would hide Python's own module from the others.
 _ALSO = {"bisect": "bisection"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}; {self.prog} --help tells more")
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+# The folders of what people run and copy: what each holds, and the endings of its files.
+FOLDERS = {
+    "recipes": ("Recipes: kerasdp NAME runs them", (".py", ".ipynb")),
+    "flags": ("Named runs: kerasdp train --flagfile=NAME", (".flags",)),
+    "cluster": ("Templates for SLURM, Kubernetes, torchrun, mpirun and Ray", (".sbatch", ".yaml", ".sh")),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,134 +41,143 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with ending_with_a_line():
-            code = _run(words)
+            _run(words)
     except BrokenPipeError:  # `kerasdp list | head`: nobody reads on
         drop_stdout()
-        code = 0
-    if code:
-        sys.exit(code)
 
 
-def _run(words: list[str]) -> int:
-    name, *rest = words or ["--help"]
-    if name in ("--help", "-h", "help"):
+def _run(words: list[str]) -> None:
+    name, *rest = words or ["list"]
+    recipes = {path.stem: path for path in files("recipes") if path.suffix == ".py"}
+    if name in ("list", "help", "--help", "-h"):
         print(help_text())
-        return 0
-    if name in ("--version", "version"):
+    elif name in ("--version", "version"):
         print(f"kerasdp {kerasdp.__version__}")
-        return 0
-    recipe = kit.recipes().get(_ALSO.get(name, name).replace("-", "_"))
-    if recipe is not None:
-        return _run_recipe(recipe, rest)
-    if name in _COMMANDS:
-        return _COMMANDS[name](rest)
-    names = [*_COMMANDS, *kit.recipes(), *_ALSO]
-    near = difflib.get_close_matches(name, names, n=1)
-    instead = f"did you mean kerasdp {near[0]}?" if near else "kerasdp --help lists all"
-    raise UserError(f"there is no sub-command {name!r}; {instead}")
+    elif name == "copy":
+        _copy(rest)
+    elif recipe := recipes.get(_ALSO.get(name, name).replace("-", "_")):
+        _run_recipe(recipe, rest)
+    else:
+        near = difflib.get_close_matches(name, ["list", "copy", *recipes, *_ALSO], n=1)
+        instead = f"did you mean kerasdp {near[0]}?" if near else "kerasdp list shows all"
+        raise UserError(f"there is no sub-command {name!r}; {instead}")
 
 
 def help_text() -> str:
-    """Returns the text of `kerasdp --help`: all sub-commands, a line each."""
-    recipes = [(item.name, item.summary) for item in kit.recipes().values()]
-    own = [(name, str(function.__doc__).partition("\n")[0]) for name, function in _COMMANDS.items()]
-    width = max(len(name) for name, _ in recipes + own)
-    lines = ["usage: kerasdp COMMAND [--flag=value ...]      kerasdp COMMAND --help", ""]
-    for title, rows in (("Recipes:", recipes), ("Beside them:", own)):
-        lines += [title, *(f"  {name.ljust(width)}  {summary}" for name, summary in rows), ""]
-    return "\n".join(lines).rstrip()
+    """Returns the usage, and what can be run and copied, a line each."""
+    lines = ["usage: kerasdp RECIPE [--flag=value ...]      kerasdp RECIPE --help"]
+    lines += ["       kerasdp copy NAME [DESTINATION] [--force]"]
+    for folder, (title, _) in FOLDERS.items():
+        rows = [(name_of(path), summary_of(path)) for path in files(folder)]
+        width = max(len(name) for name, _ in rows)
+        lines += ["", title, *(f"  {name.ljust(width)}  {summary}" for name, summary in rows)]
+    return "\n".join(lines)
 
 
-def _run_recipe(recipe: kit.Item, flags: list[str]) -> NoReturn:
+def files(folder: str) -> list[pathlib.Path]:
+    """Returns the files of one of `FOLDERS`, which are in the installed package, or in the checkout that it is in."""
+    root = _PACKAGE / "kit" if (_PACKAGE / "kit").is_dir() else _PACKAGE.parent
+    return [path for path in sorted((root / folder).glob("*")) if path.suffix in FOLDERS[folder][1]]
+
+
+def name_of(path: pathlib.Path) -> str:
+    """Returns what the command calls a file: `train`, `smoke.flags`."""
+    return path.stem if path.suffix == ".py" else path.name
+
+
+def summary_of(path: pathlib.Path) -> str:
+    """Returns the first line of a file: of its docstring, of its comments, or the title of a notebook."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    if path.suffix == ".ipynb":
+        text = "".join(json.loads(text)["cells"][0]["source"])
+    return next((line.lstrip("# ") for line in text.splitlines() if re.match("#[^!]", line)), "")
+
+
+def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
     """Becomes the program of a recipe, which gets signals and gives its exit code by itself."""
-    flags = [_with_path(flag) for flag in flags]
-    os.environ[PROGRAM] = f"kerasdp {recipe.name}"
+    flags = []
+    for flag in given:
+        name, _, value = flag.partition("=")
+        if name.lstrip("-") == "flagfile" and value and not os.path.exists(value):  # one of the kit's, by its name
+            path = next((path for path in files("flags") if value in (path.name, path.stem, f"flags/{path.name}")), "")
+            flag = f"{name}={path or value}"
+        flags.append(flag)
+    os.environ[PROGRAM] = f"kerasdp {recipe.stem}"
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(recipe.path), *flags])
+    os.execv(sys.executable, [sys.executable, str(recipe), *flags])
 
 
-def _with_path(flag: str) -> str:
-    """Returns `--flagfile=smoke` with the path of that flagfile, unless there is such a file here."""
-    name, _, value = flag.partition("=")
-    if name.lstrip("-") != "flagfile" or not value or os.path.exists(value):
-        return flag
-    for item in kit.items("flags"):
-        if value in (item.name, item.path.stem, f"flags/{item.name}"):
-            return f"{name}={item.path}"
-    return flag
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; {self.prog} --help tells more")
 
 
-def _list(words: list[str]) -> int:
-    """Lists recipes, flagfiles and templates."""
-    parser = _Parser(prog="kerasdp list", description=_list.__doc__, allow_abbrev=False)
-    parser.add_argument("folder", nargs="?", choices=list(kit.FOLDERS), help="of these alone")
-    chosen = parser.parse_args(words).folder
-    for folder, (title, _) in kit.FOLDERS.items():
-        if chosen in (None, folder):
-            found = kit.items(folder)
-            width = max(len(item.name) for item in found)
-            print(f"{title}\n" + "\n".join(f"  {item.name.ljust(width)}  {item.summary}" for item in found) + "\n")
-    return 0
-
-
-def _copy(words: list[str]) -> int:
+def _copy(words: list[str]) -> None:
     """Copies a recipe, a flagfile or a template, to change it."""
     parser = _Parser(prog="kerasdp copy", description=_copy.__doc__, allow_abbrev=False)
     parser.add_argument("name", help="as kerasdp list shows it, or a whole folder: recipes, flags, cluster")
     parser.add_argument("destination", nargs="?", default=".", help="folder or file; default: this folder")
     parser.add_argument("--force", action="store_true", help="overwrite what is there")
     asked = parser.parse_args(words)
-    written = kit.copy(asked.name, asked.destination, force=asked.force)
+    written = copy(asked.name, asked.destination, force=asked.force)
     for path in written:
         print(f"copied to {path}")
     if written[0].suffix == ".py":
         takes_flags = any(word in written[0].read_text() for word in ("kerasdp.main(", "argparse", "protocol"))
         print(f"next: python {written[0]}{' --help' * takes_flags}")
-    return 0
 
 
-def _env(words: list[str]) -> int:
-    """Shows versions, backends and devices, and GPUs that a backend does not see, with the command that mends it."""
-    _Parser(prog="kerasdp env", description=_env.__doc__, allow_abbrev=False).parse_args(words)
-    print(f"kerasdp {kerasdp.__version__} in {os.path.dirname(kerasdp.__file__)}")
-    print(f"Python {platform.python_version()} ({sys.executable}) on {platform.platform()}")
-    print(f"keras {version_of('keras')}, numpy {version_of('numpy')}")
-    problems = []
-    for name in BACKENDS:
-        if not is_installed(name):
-            print(f"{name}: not installed (pip install 'kerasdp[{name}]')")
-            continue
-        found = _backend_facts(name)
-        if "error" in found:
-            problems.append(f"{name} cannot be imported ({found['error']}): pip install --force-reinstall {name}")
-            continue
-        devices, unseen = found.pop("devices"), found.pop("unseen", "")
-        print(f"{name} {found.pop('version')}: {', '.join(devices) or 'no GPU or TPU; virtual CPU devices'}")
-        print("".join(f"    {what} {value}\n" for what, value in found.items() if value), end="")
-        if unseen and not devices:
-            problems.append(unseen)
-    print("\n".join(f"wrong: {problem}" for problem in problems) or "nothing is wrong")
-    return 1 if problems else 0
+def copy(name: str, destination: str, *, force: bool) -> list[pathlib.Path]:
+    """Copies a file, with the recipes that it imports, or a whole folder.
+
+    Args:
+        name: of a file, with or without its folder and ending, or of a folder.
+        destination: a folder, which is made if need be, or, of one item, a file with the same ending.
+        force: overwrite what is there; of a link the link, not what it leads to.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        UserError: if there is no such item, or a file is in the way.
+    """
+    found, place = _find(name), pathlib.Path(destination)
+    is_of_kind = len(found) == 1 and place.suffix == found[0].suffix
+    if os.path.lexists(place) and not place.exists():
+        raise UserError(f"expected a folder or a file to copy to. Received: {destination!r}, a link to nothing")
+    if place.is_file() and not is_of_kind:
+        raise UserError(f"expected a folder to copy into. Received: {destination!r}, which is a file")
+    sources = dict.fromkeys(path for one in found for path in _with_imports(one))
+    targets = {path: place / path.name for path in sources}
+    if is_of_kind and not place.is_dir():
+        targets = {path: place.parent / path.name for path in sources} | {found[0]: place}
+    in_the_way = [str(target) for target in targets.values() if os.path.lexists(target)]
+    if in_the_way and not force:
+        raise UserError(f"there is already {', '.join(in_the_way)}: copy to another place, or overwrite with --force")
+    for source, target in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_symlink():  # not what it leads to
+            target.unlink()
+        shutil.copy(source, target)
+    return list(targets.values())
 
 
-_COMMANDS: dict[str, Callable[[list[str]], Any]] = {"list": _list, "copy": _copy, "env": _env}
-_SECONDS_FOR_A_BACKEND = 120
+def _find(name: str) -> list[pathlib.Path]:
+    if name.rstrip("/") in FOLDERS:
+        return files(name.rstrip("/"))
+    for folder in FOLDERS:
+        for path in files(folder):
+            if name.removeprefix(f"{folder}/") in (path.name, path.stem):
+                return [path]
+    raise UserError(f"expected the name of a recipe, a flagfile, or what else `kerasdp list` shows. Received: {name!r}")
 
 
-def _backend_facts(name: str) -> dict[str, Any]:
-    """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
-    program = (
-        f"import json, kerasdp.backends.{name}.devices as own; from kerasdp.runtime.hardware import why_unseen; "
-        f"print('FOUND', json.dumps(own.describe() | {{'unseen': why_unseen({name!r})}}))"
-    )
-    words, limit = [sys.executable, "-c", program], _SECONDS_FOR_A_BACKEND
-    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, env=env, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it has not answered within {limit} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith("FOUND "):
-            found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
-            return found
-    return {"error": (done.stderr.strip().splitlines() or ["it has ended"])[-1]}
+def _with_imports(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the path of a file, and those of the recipes that it imports, or that these import."""
+    names = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE) if path.suffix == ".py" else []
+    beside = [path.parent / f"{name}.py" for name in names if name != path.stem]
+    return [path, *(other for one in beside if one.exists() for other in _with_imports(one))]

@@ -1,12 +1,11 @@
 """Says which flags each recipe takes, reads them, and writes its `--help`."""
 
+import contextlib
 import dataclasses
 import difflib
 import os
-import pathlib
-import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -21,6 +20,7 @@ from kerasdp.config.choices import (
     check_choices,
     choice,
     choices_of,
+    is_count,
 )
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.reporting.report import drop_stdout
@@ -33,12 +33,8 @@ SWEEP = "Sweep"
 TRAINED = "Trained model"
 TRANSFER = "Fine-tuning"
 
-_NUMBERS = Range("numbers such as 1,2,4")
-
-
-def _is_size(text: str) -> bool:
-    numbers = [part.strip() for part in text.split(",")]
-    return len(numbers) == 2 and all(number.isdecimal() and int(number) > 0 for number in numbers)
+_NUMBERS = Range("numbers such as 1,2,4", lambda text: all(is_count(part.strip()) for part in text.split(",")))
+_SIZE = Range("height and width, as 160,160", lambda text: _NUMBERS.holds(text) and text.count(",") == 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,7 @@ class Own:
     weights: str = choice("imagenet", TRANSFER, Range("a file"),
         "Weights to begin with. transfer: imagenet (a download), none, or a .weights.h5 file. finetune: the --workdir "
         "of a run, a folder of checkpoints, or a file: .safetensors, .keras.")
-    size: str = choice("160,160", TRANSFER, Range("height and width, as 160,160", _is_size),
+    size: str = choice("160,160", TRANSFER, _SIZE,
         "Height and width to which images of a folder are resized.")
     head_epochs: int = choice(5, TRANSFER, POSITIVE, "Epochs of the first fit, which trains the new head alone.")
     fine_tuning_rate: float = choice(1e-5, TRANSFER, POSITIVE, "Learning rate of the second fit (Adam).")
@@ -134,7 +130,7 @@ class Recipe:
 _FILES = ["tracker", "resume", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 _DEVICES = ["backend", "num_devices", "device"]
 _DATA = ["dataset", "data_dir", "batch_size"]
-_EVALUATION = ["checkpoint", *_DEVICES, *_DATA, "precision", "workdir"]
+_EVALUATION = [*_DEVICES, *_DATA, "precision", "workdir"]
 _NOT_TRAINED = "a trained model is used here, and nothing is trained"
 
 RECIPES = {
@@ -178,9 +174,11 @@ RECIPES = {
         reason="the lesson trains LeNet with plain SGD, and keeps its losses alone",
         defaults={"batch_size": 48, "epochs": 8, "learning_rate": 0.05},
     ),
-    "predict": Recipe(takes=[*_EVALUATION, "output"], reason=_NOT_TRAINED),
-    "evaluate": Recipe(takes=_EVALUATION, reason=_NOT_TRAINED),
-    "export": Recipe(takes=["checkpoint", "to", "backend", "device"], reason=_NOT_TRAINED),
+    "predict": Recipe(own=["checkpoint", "output"], takes=_EVALUATION, reason=_NOT_TRAINED),
+    "evaluate": Recipe(own=["checkpoint"], takes=_EVALUATION, reason=_NOT_TRAINED),
+    "export": Recipe(
+        own=["checkpoint", "to"], takes=["backend", "device"], reason=_NOT_TRAINED, defaults={"num_devices": 1},
+    ),
     "transfer": Recipe(
         own=["backbone", "weights", "size", "head_epochs", "fine_tuning_rate"],
         refused={
@@ -210,13 +208,6 @@ def recipe(flags: str = "train", defaults: dict[str, Any] | None = None, unused:
 
 # The choices that are flags of any recipe.
 CHOICES = [*(choices_of(Config) | choices_of(Own)).values()]
-_KINDS: dict[type, Callable[..., Any]] = {
-    bool: flags.DEFINE_boolean, str: flags.DEFINE_string, float: flags.DEFINE_float, int: flags.DEFINE_integer
-}  # fmt: skip
-# What absl (2.5) says of a text that is no number, in Python's words.
-_NO_NUMBER = re.compile(
-    r"flag (?P<flag>--\w+)=(?P<value>.*): (invalid literal for |could not convert string to )(?P<kind>int|float).*"
-)
 PROGRAM = "KERASDP_PROGRAM"  # in the environment: how the user called the recipe, if not by its file
 
 
@@ -237,18 +228,18 @@ def help_text(program: str, recipe: Recipe) -> str:
         for one in choices:
             names = ", ".join(f"--{flag}" for flag in reversed(one.flags))
             default = f" Default: {one.default_text}." if one.default_text else ""
-            text = f"  {names}: {one.meaning}{default}"
+            text = f"  {names}: {one.help}{default}"
             lines += textwrap.wrap(text, width=100, subsequent_indent="      ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
-def define() -> flags.FlagValues:
-    """Returns all flags, not read yet."""
+def _define(recipe: Recipe) -> flags.FlagValues:
+    """Returns the flags of a recipe, not read yet. Numbers are texts: the check of the choices says what is none."""
     values = flags.FlagValues()
-    for one in CHOICES:
+    for one in recipe.choices():
         *others, name = one.flags
-        make = next(make for kind, make in _KINDS.items() if kind in one.kinds)
-        make(name, None, "", flag_values=values)
+        define = flags.DEFINE_boolean if bool in one.kinds else flags.DEFINE_string
+        define(name, None, "", flag_values=values)
         for other in others:
             flags.DEFINE_alias(other, name, flag_values=values)
     flags.DEFINE_boolean("help", False, "", flag_values=values, short_name="h")
@@ -264,22 +255,16 @@ def read(arguments: list[str], recipe: Recipe) -> dict[str, Any]:
         recipe: which flags there are.
 
     Raises:
-        UserError: if a flag is unknown, or none of the recipe's, or its value cannot be read.
+        UserError: if a flag is unknown, or none of the recipe's.
         SystemExit: after `--help`.
     """
-    values, taken = define(), recipe.flags()
-    _refuse_code_of_runs(arguments[1:], values)
-    without = {flag: recipe.reason_against(one.name) for one in CHOICES for flag in one.flags if flag not in taken}
+    values = _define(recipe)
     try:
         rest = values(arguments, known_only=False)
     except flags.UnrecognizedFlagError as error:
-        raise UserError(_unknown(error.flagname, without, values)) from error
+        raise UserError(_unknown(error.flagname, recipe, values)) from error
     except flags.Error as error:
-        text = " ".join(str(error).split())
-        if found := _NO_NUMBER.fullmatch(text):
-            kind = "whole number" if found["kind"] == "int" else "number"
-            text = f"{found['flag']}: expected a {kind}. Received: {found['value']!r}"
-        raise UserError(f"{text}; --help lists all flags") from error
+        raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
     if values["help"].value:
         try:
             print(help_text(arguments[0], recipe), flush=True)
@@ -288,43 +273,28 @@ def read(arguments: list[str], recipe: Recipe) -> dict[str, Any]:
         raise SystemExit(0)
     if len(rest) > 1:
         raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
-    for name, instead in without.items():
-        if values[name].present:
-            raise UserError(f"--{name} has no effect here: {instead}")
-    given = {FIELDS_OF_FLAGS.get(name, name): values[name].value for name in taken if values[name].present}
-    return recipe.defaults | given
+    given = {one.name: _as_kind(values[one.flags[-1]].value, one.kinds) for one in recipe.choices()}
+    return recipe.defaults | {name: value for name, value in given.items() if value is not None}
 
 
-def _refuse_code_of_runs(arguments: list[str], values: flags.FlagValues) -> None:
-    """Raises `UserError` for a flagfile in a run's folder that names code: the author of the run chose it."""
-    for number, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name.lstrip("-") != "flagfile":
-            continue
-        path = os.path.expanduser((value or "".join(arguments[number + 1 : number + 2])).strip())  # as absl reads it
-        folder = pathlib.Path(os.path.abspath(path)).parent
-        is_in_run = all((folder.parent / name).exists() for name in ("config.json", "checkpoints"))
-        if not (is_in_run or (folder / "config.json").exists()):
-            continue
-        try:
-            found = values.read_flags_from_files([f"--flagfile={path}"])
-        except (flags.Error, OSError, ValueError) as error:
-            raise UserError(f"--flagfile: cannot read {path!r} ({' '.join(str(error).split())})") from error
-        for flag, following in zip(found, [*found[1:], ""]):  # --name=value, or one after the other
-            name, _, value = flag.partition("=")
-            if name.lstrip("-") in ("model", "dataset") and ":" in (value or following):
-                raise UserError(
-                    f"--flagfile: {path} is in the folder of a run, and names code: {ascii(flag)[1:-1]:.200}; copy the "
-                    "file to another folder once you have read it, or write the flag yourself"
-                )
+def _as_kind(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Returns a text as a number, where a choice is one; what is none as it is."""
+    for kind in (int, float):
+        if kind in kinds and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value
 
 
-def _unknown(name: str, without: dict[str, str], known: Iterable[str]) -> str:
-    """Returns what to say of a flag that there is not."""
+def _unknown(name: str, recipe: Recipe, known: Iterable[str]) -> str:
+    """Returns what to say of a flag that there is not, or that the recipe does not take."""
+    fields = {flag: one.name for one in CHOICES for flag in one.flags}
+    refused = {flag: recipe.reason_against(field) for flag, field in fields.items() if flag not in recipe.flags()}
+    if name in refused:
+        return f"--{name} has no effect here: {refused[name]}"
     flags_of_fields = {one.name: one.flags[-1] for one in CHOICES}
-    near = difflib.get_close_matches(name, [*known, *flags_of_fields], n=1)
-    near = [flags_of_fields.get(one, one) for one in near]
-    instead = f"; did you mean --{near[0]}?" if near and near[0] not in without else "."
-    if near and near[0] in without:
-        instead = f", and --{near[0]} has no effect here: {without[near[0]]};"
-    return f"there is no flag --{name}{instead} --help lists all flags"
+    near = difflib.get_close_matches(name, [*known, *fields, *flags_of_fields], n=1)
+    flag = flags_of_fields.get(near[0], near[0]) if near else ""
+    if flag in refused:
+        return f"there is no flag --{name}, and --{flag} has no effect here: {refused[flag]}; --help lists all flags"
+    return f"there is no flag --{name}{f'; did you mean --{flag}?' if flag else '.'} --help lists all flags"

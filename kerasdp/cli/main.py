@@ -9,12 +9,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from kerasdp.cli.flags import RECIPES, Own, read, recipe
-from kerasdp.config import Config
+from kerasdp.config import BACKENDS, Config
 from kerasdp.config.choices import choices_of
-from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import (
     EXIT_CODE_OF_INTERRUPT,
     RunError,
@@ -60,9 +59,9 @@ def main(
         with ending_with_a_line():
             if flags == "train":
                 launch(function, parse(sys.argv, defaults, unused))
-            elif flags in _USES:
-                config, choices = parse_recipe(flags, sys.argv)
-                launch(functools.partial(function, **choices), config)
+            elif "checkpoint" in RECIPES[flags].own:  # a trained model is used
+                config, *choices = parse_recipe(flags, sys.argv)
+                launch(functools.partial(function, **dict(zip(RECIPES[flags].own, choices))), config)
             elif function(*parse_recipe(flags, sys.argv)) is False:
                 sys.exit(1)
     finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
@@ -83,9 +82,6 @@ def ending_with_a_line() -> Iterator[None]:
         sys.exit(EXIT_CODE_OF_INTERRUPT)
 
 
-T = TypeVar("T")
-
-
 def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:
     """Turns a command line into a `Config`.
 
@@ -104,18 +100,24 @@ def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: 
 def parse_recipe(name: str, arguments: list[str]) -> tuple[Any, ...]:
     """Turns the command line of a recipe into what its function gets, as `main` says. Raises as `parse`."""
     given = read(arguments, RECIPES[name])
-    return _ARGUMENTS[name](given, _record(Own, given))
+    own = Own(**{field: given[field] for field in choices_of(Own) if field in given})
+    for field, meaning in _NEEDED.items():
+        if field in RECIPES[name].own and getattr(own, field) is None:
+            raise UserError(f"--{field} is needed: {meaning}")
+    if name in _ARGUMENTS:
+        return _ARGUMENTS[name](given, own)
+    return _config(given), *(getattr(own, field) for field in RECIPES[name].own)
 
 
 def _parity(given: dict[str, Any], own: Own) -> tuple[Config, list[str] | None, list[int]]:
     """Returns what is trained, backends (None: all installed), device counts."""
-    backends, counts = _backends(own), _numbers(own, "device_counts")
+    backends, counts = _backends(own), _numbers(own.device_counts)
     return _config_on(counts, {"precision": "float32"} | given), backends, counts  # in TF32 all would differ
 
 
 def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Way, Way]]:
     """Returns what is trained, and the two ways."""
-    counts = _numbers(own, "device_counts")
+    counts = _numbers(own.device_counts)
     others = len(counts) > 1 or own.other_python is not None
     names = _backends(own) or [name for name in BACKENDS if is_installed(name)][: 1 if others else 2]
     if len(names) != (1 if others else 2):
@@ -123,59 +125,32 @@ def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Way, Way]
         raise UserError(f"--backends: expected {expected}. Received: {','.join(names)}")
     if len(counts) > 1 and (counts[0] != 1 or len(counts) > 2 or own.other_python is not None):
         raise UserError(f"--device_counts: expected 1 and another, as 1,2, alone. Received: {own.device_counts}")
-    config = _config_on([max(counts)], given)
-    first, second = (
-        Way(backend=name, num_devices=count, precision=config.precision, python=python)
-        for name, count, python in ((names[0], counts[0], ""), (names[-1], counts[-1], own.other_python or ""))
+    config = _config_on(counts, given)
+    first = Way(backend=names[0], num_devices=counts[0], precision=config.precision)
+    return config, (
+        first,
+        dataclasses.replace(first, backend=names[-1], num_devices=counts[-1], python=own.other_python or ""),
     )
-    return config, (first, second)
 
 
 def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:
     """Returns what is trained, split sizes, repetitions."""
-    return _config({"backend": "torch"} | given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
-
-
-def _sweep(given: dict[str, Any], own: Own) -> tuple[Config, int]:
-    """Returns what all runs share, and the number of trials."""
-    return _config(given), own.trials
-
-
-def _ray_train(given: dict[str, Any], own: Own) -> tuple[Config, int]:
-    """Returns what is trained, and the number of workers."""
-    return _config(given), own.workers
+    return _config({"backend": "torch"} | given, strategy="pipeline"), _numbers(own.split_sizes), own.repetitions
 
 
 def _from_scratch(given: dict[str, Any], own: Own) -> tuple[Config]:
-    if given.get("precision", "float32") not in ("float32", "float64"):
-        raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {given['precision']!r}")
-    if given.get("model", "lenet").partition("(")[0] != "lenet":
-        raise UserError(f"--model: expected lenet in the lesson. Received: {given['model']!r}")
+    for flag, names in (("precision", ("float32", "float64")), ("model", ("lenet",))):
+        value = given.get(flag, names[0])
+        if value.partition("(")[0] not in names:
+            raise UserError(f"--{flag}: expected {' or '.join(names)} in the lesson. Received: {value!r}")
     return (_config(given),)
-
-
-# The recipes that use a trained model, and the flags that they add to the flags of a run.
-_USES = {"evaluate": ["checkpoint"], "predict": ["checkpoint", "output"], "export": ["checkpoint", "to"]}
-_NEEDED = {
-    "checkpoint": "the --workdir of a run, a checkpoint, or a .keras file",
-    "to": "NAME.keras, NAME.onnx, or a folder, for a SavedModel",
-}
-
-
-def _use(user: str, given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any]]:
-    """Returns the run's devices and data, and what a recipe uses."""
-    choices = {name: getattr(own, name) for name in _USES[user]}
-    for name, meaning in _NEEDED.items():
-        if name in choices and choices[name] is None:
-            raise UserError(f"--{name} is needed: {meaning}")
-    return _config({"num_devices": 1} | given if user == "export" else given), choices
 
 
 def _transfer(given: dict[str, Any], own: Own) -> tuple[Config, str, str, int, float]:
     """Returns the run, the backbone, its weights, epochs of the first fit, rate of the second."""
     dataset = given["dataset"]
     if dataset == "images":
-        height, width = map(int, own.size.split(","))
+        height, width = _numbers(own.size)
         dataset = f"images(size=({height},{width}))"
     elif "size" in given:
         raise UserError("--size has no effect here: it is that of the images of a folder (--data_dir)")
@@ -194,23 +169,19 @@ def _finetune(given: dict[str, Any], own: Own) -> tuple[Config, int, str | None,
     return _config(given), own.lora_rank, weights, own.preset
 
 
+_NEEDED = {
+    "checkpoint": "the --workdir of a run, a checkpoint, or a .keras file",
+    "to": "NAME.keras, NAME.onnx, or a folder, for a SavedModel",
+}
+# The recipes whose function gets something else than the choices of the run, and the recipe's own ones.
 _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
-    "train": lambda given, own: (_config(given),),
     "parity": _parity,
     "bisection": _bisection,
     "pipeline": _pipeline,
-    "sweep": _sweep,
-    "ray_train": _ray_train,
     "from_scratch": _from_scratch,
-    **{name: functools.partial(_use, name) for name in _USES},
     "transfer": _transfer,
     "finetune": _finetune,
 }
-
-
-def _record(kind: type[T], given: dict[str, Any]) -> T:
-    """Returns a dataclass with what is given of its choices."""
-    return kind(**{name: given[name] for name in choices_of(kind) if name in given})
 
 
 def _config(given: dict[str, Any], **choices: Any) -> Config:
@@ -234,12 +205,5 @@ def _backends(own: Own) -> list[str] | None:
     return None if own.backends is None else [choose_backend(name.strip()) for name in own.backends.split(",")]
 
 
-def _numbers(own: Own, flag: str) -> list[int]:
-    text: str = getattr(own, flag)
-    try:
-        numbers = [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {text!r}") from error
-    if min(numbers) < 1:
-        raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
-    return numbers
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

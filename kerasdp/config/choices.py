@@ -4,11 +4,10 @@ import dataclasses
 import inspect
 import math
 import numbers
-import os
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
@@ -47,24 +46,6 @@ FOLDER = Range("a folder")
 NAME = Range("a name, or a name with arguments such as sgd(momentum=0.9)")
 
 
-class Only(NamedTuple):
-    """Which backends and strategies have a choice.
-
-    Args:
-        value: the value of which this is said. None: all but the default.
-        backends: those that have it. Empty: all.
-        strategies: those that have it. Empty: all.
-        why: what the other backends do.
-        instead: what to do, beside choosing another backend.
-    """
-
-    value: str | None = None
-    backends: Sequence[str] = ()
-    strategies: Sequence[str] = ()
-    why: str = ""
-    instead: str = "leave it out"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """What is known of a choice.
@@ -74,7 +55,6 @@ class Choice:
         allowed: what it may be.
         help: what it means, with its unit. Other choices stand in it as flags.
         unset: what happens where it is None.
-        only: which backends and strategies have it.
         convert: makes a value of its type of what people in Python have instead.
         of_host: whether the hosts of a run may have it differently.
         name: its field.
@@ -86,8 +66,7 @@ class Choice:
     allowed: Range
     help: str
     unset: str
-    only: Sequence[Only]
-    convert: Callable[[Any], Any]
+    convert: Callable[[Any], Any] = lambda value: value
     of_host: bool = False
     name: str = ""
     kinds: tuple[type, ...] = ()
@@ -99,15 +78,6 @@ class Choice:
         return [flag for flag, field in FIELDS_OF_FLAGS.items() if field == self.name] or [self.name]
 
     @property
-    def meaning(self) -> str:
-        """Returns its help, and which backends have it."""
-        text = self.help
-        for only in self.only:
-            if only.backends:
-                text += f" {only.value or 'To be set'} with {' and '.join(only.backends)} only."
-        return text
-
-    @property
     def default_text(self) -> str:
         """Returns its default in words; empty for switches, which are off, and where there is none."""
         if self.default is None:
@@ -115,19 +85,9 @@ class Choice:
         return "" if self.default is False else str(self.default)
 
 
-def choice(
-    default: T,
-    group: str,
-    allowed: Range,
-    help: str,
-    unset: str = "",
-    *,
-    only: Sequence[Only] = (),
-    convert: Callable[[Any], Any] = lambda value: value,
-    of_host: bool = False,
-) -> T:
+def choice(default: T, group: str, allowed: Range, help: str, unset: str = "", **others: Any) -> T:
     """Makes a field of a dataclass that is a choice. Args as in `Choice`."""
-    known = Choice(group=group, allowed=allowed, help=help, unset=unset, only=only, convert=convert, of_host=of_host)
+    known = Choice(group=group, allowed=allowed, help=help, unset=unset, **others)
     return dataclasses.field(default=default, metadata={"choice": known})
 
 
@@ -150,27 +110,11 @@ def choices_of(record: type) -> dict[str, Choice]:
     return _KNOWN[record]
 
 
-def path_as_text(value: Any) -> Any:
-    """Returns a path as a text; other values as they are."""
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def number_as_text(value: Any) -> Any:
-    """Returns a whole number as a text; other values as they are."""
-    return value if isinstance(value, bool) or not isinstance(value, numbers.Integral) else str(int(value))
-
-
-def switch_as_number(value: Any) -> Any:
-    """Returns True as 1 and False as 0; other values as they are."""
-    return int(value) if isinstance(value, bool) else value
-
-
-def _as_python_number(value: Any) -> Any:
-    if isinstance(value, bool):
+def _as_plain(value: Any) -> Any:
+    """Returns a number as Python's own: NumPy's are no int and float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def check_choices(record: Any) -> None:
@@ -180,7 +124,7 @@ def check_choices(record: Any) -> None:
         UserError: if one is not of its type, or out of its range.
     """
     for name, known in choices_of(type(record)).items():
-        value = _as_python_number(known.convert(getattr(record, name)))
+        value = known.convert(_as_plain(getattr(record, name)))
         object.__setattr__(record, name, value)
         is_right = isinstance(value, (*known.kinds, int) if float in known.kinds else known.kinds)
         is_right = is_right and (bool in known.kinds or not isinstance(value, bool))
@@ -195,7 +139,7 @@ def documented(record: type[T]) -> type[T]:
     lines = []
     for name, known in choices_of(record).items():
         unset = f" None: {known.unset}." if known.unset else ""
-        text = re.sub(r"--([a-z]\w*)", lambda flag: f"`{FIELDS_OF_FLAGS.get(flag[1], flag[1])}`", known.meaning + unset)
+        text = re.sub(r"--([a-z]\w*)", lambda flag: f"`{FIELDS_OF_FLAGS.get(flag[1], flag[1])}`", known.help + unset)
         text = re.sub(r"'(\S*\*[^']*)'", r"``\1``", text)  # else a docstring's * begins what is emphasised
         lines.append(textwrap.fill(f"{name}: {text}", 112, initial_indent="    ", subsequent_indent="        "))
     record.__doc__ = "\n".join([f"{head}\nArgs:", *lines, f"{raises}{tail}"])

@@ -4,12 +4,16 @@ This is the one place where a choice is written: its field's name, type and defa
 be, and what it means. Range checks, flags, `--help` and the pages are made of it (`choices.py`).
 """
 
+import contextlib
 import dataclasses
+import functools
+import importlib.metadata
 import math
 import os
+import platform
 from typing import Any
 
-from kerasdp.config import validation
+from kerasdp.config import spec
 from kerasdp.config.choices import (
     COUNT,
     FOLDER,
@@ -17,31 +21,38 @@ from kerasdp.config.choices import (
     NAME,
     POSITIVE,
     SWITCH,
-    Only,
     Range,
     check_choices,
     choice,
+    choices_of,
     documented,
     is_count,
-    number_as_text,
     one_of,
-    path_as_text,
-    switch_as_number,
 )
-from kerasdp.config.validation import BACKENDS, DATASETS, MODELS, PRECISIONS, TRACKERS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
 
+BACKENDS = ("torch", "jax", "tensorflow")
+BATCH_NORMS = ("sync", "replica")
+PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "float64")
+MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
+# The package of each, which comes with an extra of the tracker's name.
+TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 # Seconds.
 HANG_TIMEOUT = 300.0
 
 # The groups of the flags.
 DEVICES = "Backend and devices"
-CUT = validation.CUT
+CUT = "Models cut over several devices"
 DATA = "Model and data"
 TRAINING = "Training"
 OUTPUT = "Output"
 FAULTS = "Checkpoints and faults"
+
+
+def _path_as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 @documented
@@ -62,8 +73,8 @@ class Config:
         "Devices of each machine (with jax of each process that is started): GPUs, TPUs, or, where there are none, "
         "virtual CPU devices.", "all GPUs or TPUs, or 1")
     device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
-        "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices.",
-        only=[Only("tpu", ["jax"], instead="another --device")])
+        "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices. tpu: "
+        "with jax only.")
     precision: str = choice("auto", DEVICES, one_of(*PRECISIONS),
         f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. auto: float32, in which GPUs multiply as the "
         "framework lets them by default, most in TF32; float32: exact; tf32: all products in TF32. Variables are "
@@ -73,29 +84,24 @@ class Config:
         "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
         "whole run has them); where the length of the data is not known, once so many batches of one shape were seen "
         "(with --deterministic never). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
-        "messages in it. What cannot be captured runs uncompiled, with a warning. jax and tensorflow do as the model's "
-        "jit_compile says.",
-        only=[Only(None, ["torch"], why="the model's jit_compile decides")])
+        "messages in it. What cannot be captured runs uncompiled, with a warning. To be set with "
+        "torch only: jax and tensorflow do as the model's jit_compile says.")
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "
         "all, and the run ends if they differ. Or off.")
 
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
-        "too, which are gathered where a step uses them. The losses stay the same.",
-        only=[Only(strategies=["data"]),
-              Only(None, ["torch", "jax"], why="each device holds all of the model")])
+        "too, which are gathered where a step uses them. The losses stay the same. To be set with "
+        "torch and jax only.")
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
-        "model that hold others; or layers by name or path, as 'block*, *attention'. The losses stay the same.",
-        only=[Only(strategies=["data"])])
+        "model that hold others; or layers by name or path, as 'block*, *attention'. The losses stay the same.")
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
-        "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
-        "channels (tensor).",
-        only=[Only("tensor", ["jax"], instead="--strategy=data or pipeline"),
-              Only("pipeline", ["torch"], instead="--backend=jax with --shard=weights")])
+        "What the devices share: the batch (data); the model, cut into stages (pipeline, with torch only); or each "
+        "layer's output channels (tensor, with jax only).")
     cut_at: str | None = choice(None, CUT, Range("names of layers in one string, comma-separated"),
         "Layers after which to cut a model into stages, comma-separated.",
         "a stage a device, with equal shares of the weights")
@@ -109,7 +115,7 @@ class Config:
         "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
     data_dir: str | None = choice(None, DATA, FOLDER,
         "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for images a sub-folder per class.",
-        "where Keras or the system keeps them", convert=path_as_text, of_host=True)
+        "where Keras or the system keeps them", convert=_path_as_text, of_host=True)
 
     batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
     accumulate: int = choice(1, TRAINING, COUNT,
@@ -120,7 +126,7 @@ class Config:
     optimizer: str = choice("sgd(learning_rate=0.03, momentum=0.9)", TRAINING, NAME,
         "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
     learning_rate: float | None = choice(None, TRAINING, POSITIVE, "Learning rate.", "that of --optimizer")
-    batch_norm: str = choice("sync", TRAINING, one_of(*validation.BATCH_NORMS),
+    batch_norm: str = choice("sync", TRAINING, one_of(*BATCH_NORMS),
         "Statistics over the global batch (sync) or over each replica's shard of it (replica).")
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
         "Seed of initial weights, sample order and dropout.")
@@ -130,11 +136,12 @@ class Config:
         "the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
-        "a new one in runs/; from Python none", convert=path_as_text, of_host=True)
+        "a new one in runs/; from Python none", convert=_path_as_text, of_host=True)
     log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
     verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2, 3),
         "0: nothing, 1: progress bar, 2: a line per epoch, 3: in a notebook, also the curves so far.",
-        "1 in a terminal, 3 in a notebook, else 2", convert=switch_as_number, of_host=True)
+        "1 in a terminal, 3 in a notebook, else 2", of_host=True,
+        convert=lambda value: int(value) if isinstance(value, bool) else value)
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),
         f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere",
@@ -143,10 +150,11 @@ class Config:
     checkpoint_every: str = choice("epoch", FAULTS,
         Range("epoch, never, steps (as 50) or minutes (as 10m)",
               lambda text: text in ("epoch", "never") or is_count(text.removesuffix("m"))),
-        "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.", convert=number_as_text)
+        "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.",
+        convert=lambda value: str(value) if type(value) is int else value)
     checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
         "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
-        "checkpoints in --workdir", convert=path_as_text, of_host=True)
+        "checkpoints in --workdir", convert=_path_as_text, of_host=True)
     checkpoint_weights: str = choice("all", FAULTS, one_of("all", "trained"),
         "Weights of the model that checkpoints hold: all, or trained: all but the frozen ones, which a resumed run "
         "must have from where the first had them: a file, a preset, the seed.")
@@ -166,9 +174,40 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        validation.check(self)
+        _check_files(self)
+        _check_names(self)
+        _check_strategy(self)
+        for name, only, backends, instead in _OF_BACKENDS:
+            value = getattr(self, name)
+            is_meant = value == only if only else value != choices_of(Config)[name].default
+            if is_meant and self.backend not in (None, *backends):
+                raise UserError(
+                    f"--{name}={value}: there for --backend={' and '.join(backends)} only. Received: {self.backend}; "
+                    f"{instead}"
+                )
+        if self.num_devices is not None:
+            self.check_replicas(self.num_replicas(self.num_devices))
 
-    check_replicas = validation.check_replicas
+    def check_replicas(self, num_replicas: int) -> None:
+        """Raises `UserError` if so many replicas cannot share a batch, or add gradients, as asked."""
+        if num_replicas == 1 and self.shard != "none":
+            raise UserError(
+                f"--shard={self.shard}: one device holds all of the model; leave it out, or use --gpus=2 or more"
+            )
+        if self.batch_size < num_replicas:
+            raise UserError(
+                f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
+                f"for {num_replicas} devices. Received: {self.batch_size}"
+            )
+        rows = self.replica_batch_size(num_replicas)
+        if self.accumulate > rows:
+            raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {self.accumulate}")
+        count = -(-rows // -(-rows // self.accumulate))
+        if count != self.accumulate:
+            raise UserError(
+                f"--accumulate: {rows} samples, those of a device, cannot be cut into {self.accumulate} parts of one "
+                f"size, but for the last; use {count}, or another --batch_size"
+            )
 
     @property
     def may_use_tf32(self) -> bool:
@@ -270,3 +309,58 @@ class Config:
 
 def _of_fit(folder: str, number: int) -> str:
     return folder if number == 1 else os.path.join(folder, f"fit-{number}")
+
+
+# Choices, of these the value (None: all but the default), the backends that have it, and what to do on the others.
+_OF_BACKENDS: tuple[tuple[str, str | None, tuple[str, ...], str], ...] = (
+    ("device", "tpu", ("jax",), "use --backend=jax, or another --device"),
+    ("compile", None, ("torch",), "leave it out: the model's jit_compile decides"),
+    ("shard", None, ("torch", "jax"), "use one of those, or leave it out: each device holds all of the model"),
+    ("strategy", "tensor", ("jax",), "use --backend=jax, or --strategy=data or pipeline"),
+    ("strategy", "pipeline", ("torch",), "use --backend=torch, or --backend=jax with --shard=weights"),
+)
+
+
+def _check_files(config: Config) -> None:
+    """Raises if what is to be written or resumed from has no folder."""
+    resumes = "resume" if config.resume else "max_restarts" if config.max_restarts else None
+    needs = "tracker" if config.tracker else resumes if config.checkpoint_dir is None else None
+    if needs and config.workdir is None:
+        raise UserError(f"--{needs} needs the files of a run, but no folder is set: add --workdir=FOLDER")
+    if config.checkpoint_every == "never" and config.checkpoint_dir is not None:
+        raise UserError("--checkpoint_dir has no effect with --checkpoint_every=never: leave out one of them")
+    if config.checkpoint_every == "never" and resumes:
+        raise UserError(f"--{resumes} resumes from a checkpoint, but --checkpoint_every=never keeps none")
+
+
+def _check_names(config: Config) -> None:
+    """Raises if a name with arguments cannot be parsed, or there is nothing of that name."""
+    spec.parse(config.optimizer, "optimizer")
+    for flag, known in (("model", MODELS), ("dataset", DATASETS)):
+        name, _ = spec.parse(getattr(config, flag), flag)
+        if name not in known and not spec.is_user_function(name):
+            raise UserError(f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
+
+
+def _check_strategy(config: Config) -> None:
+    """Raises if choices of one strategy are made with another."""
+    if config.strategy != "pipeline" and (config.cut_at is not None or config.split_size is not None):
+        raise UserError("--cut_at, --split_size have an effect only with --strategy=pipeline")
+    if config.strategy == "data":
+        return
+    if config.accumulate > 1:
+        instead = "use --split_size" if config.strategy == "pipeline" else "leave one of them out"
+        raise UserError(f"--accumulate: there for --strategy=data only. Received: {config.strategy}; {instead}")
+    for name in ("shard", "remat"):
+        if (value := getattr(config, name)) != "none":
+            raise UserError(f"--{name}={value}: not together with --strategy={config.strategy}; leave out one of them")
+
+
+@functools.cache  # each reads a file
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of every package that trains, if it is installed."""
+    found = {"python": platform.python_version()}
+    for package in ("kerasdp", "keras", *BACKENDS, "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

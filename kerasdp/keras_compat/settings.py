@@ -33,7 +33,7 @@ def keep_messages_of(kind: type[Exception]) -> None:
 
 
 def set_precision(precision: str) -> None:
-    """Makes layers compute in a precision of `kerasdp.config.validation.PRECISIONS`.
+    """Makes layers compute in a precision of `kerasdp.config.config.PRECISIONS`.
 
     Keras 3.15: writes `dtypes.BIT64_TO_BIT32_DTYPE`, by which results of 64 bits are of 32 on torch and jax whatever
     the policy says (means, batch norm...). No public way.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdp.config.validation import BACKENDS
+from kerasdp.config import BACKENDS
 from kerasdp.errors import RunError, UserError
 from kerasdp.parity.bisect import Finding, bisect
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import keras
 
-from kerasdp.config.validation import BATCH_NORMS
+from kerasdp.config import BATCH_NORMS
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import (
     all_layers,

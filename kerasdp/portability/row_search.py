@@ -22,8 +22,8 @@ from kerasdp.portability.random import portable_draws
 from kerasdp.portability.reduction import is_mean_over_rows
 from kerasdp.portability.replica_context import FIRST, Adding, ReplicaContext, RowAxes, RowAxis, use
 from kerasdp.runtime import lines
-from kerasdp.runtime.device_errors import explained
-from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.runtime.lines import explained
+from kerasdp.runtime.run_state import ModelCache
 
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
 NUM_ROWS, SHARD = 4, slice(2, 4)

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from kerasdp.config import Config
-from kerasdp.config.validation import versions
+from kerasdp.config import Config, versions
 from kerasdp.errors import addressed, redacted
 from kerasdp.runtime.hardware import has_tf32
 from kerasdp.runtime.run_state import RunState

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from kerasdp.config.validation import versions
+from kerasdp.config import versions
 from kerasdp.errors import UserError, redacted
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, warn

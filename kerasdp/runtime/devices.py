@@ -12,11 +12,10 @@ import sys
 import tempfile
 import time
 
-from kerasdp.config import Config
-from kerasdp.config.validation import BACKENDS
+from kerasdp.config import BACKENDS, TRACKERS, Config
 from kerasdp.errors import UnseenGPUsError, UserError
 from kerasdp.runtime import hardware
-from kerasdp.runtime.cluster import Cluster
+from kerasdp.runtime.ranks import Cluster
 
 _WRITTEN_BY_KERAS = {
     "floatx": "float32",
@@ -68,9 +67,16 @@ class AlreadyStartedError(Exception):
     """This process has started a framework otherwise than a run asks for, which only a new process can change."""
 
 
-def is_installed(backend: str) -> bool:
-    """Returns whether the backend's framework can be imported (nothing is imported to find out)."""
-    return importlib.util.find_spec(backend) is not None
+def is_installed(package: str) -> bool:
+    """Returns whether a package, as the framework of a backend, can be imported; nothing is imported to find out."""
+    return importlib.util.find_spec(package) is not None
+
+
+def check_installed(config: Config) -> None:
+    """Raises `UserError` if the package of one of the trackers is not installed."""
+    for name in config.trackers:
+        if not is_installed(TRACKERS[name]):
+            raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
 
 
 def choose_backend(name: str | None) -> str:

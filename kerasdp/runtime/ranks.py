@@ -1,21 +1,88 @@
-"""Exchanges values between the processes of a run, its ranks, and lets them begin and end each call alike."""
+"""Finds which of several processes this one is, and lets them, the ranks of a run, begin and end each call alike."""
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+from kerasdp.config import Config, versions
+from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
 from kerasdp.runtime import lines, signals
 
 T = TypeVar("T")
+Environment = Mapping[str, str]
 
+# How many processes somebody else has started, of whom torch knows nothing; in a script of sbatch srun has not, yet.
+_OF_TASKS = {"srun": ("SLURM_STEP_ID", "SLURM_NTASKS"), "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
+_PAGE = "docs/many-machines.md"
 ALIKE = (
     "fit, evaluate and predict are the work of all ranks: call them on every rank, in the same order; only prints and "
     "files belong under `if runner.is_chief:`"
 )
 # Samples of the same data on two ranks may differ by round-off.
 _TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where this process is among those that were started for a run.
+
+    Args:
+        source: what says so: `"torchrun"`, `"slurm"`, ...
+        num_processes: that were started.
+        process: number of this one, from 0.
+        local_process: number of this process on its machine.
+    """
+
+    source: str
+    num_processes: int
+    process: int
+    local_process: int = 0
+
+
+def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster | None:
+    """Returns which rank of torch this process is, as torchrun and others say in the environment; None: the only one.
+
+    Raises:
+        UserError: if several processes were started, and each would train alone.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        source = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK and WORLD_SIZE"
+        number, rank, local = (number_in(environment, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+        found = Cluster(source=source, num_processes=number, process=rank, local_process=local)
+    else:
+        of_tasks = ((source, names) for source, names in _OF_TASKS.items() if names[0] in environment)
+        source, (_, name) = next(of_tasks, ("", ("", "")))
+        found = Cluster(source=source, num_processes=number_in(environment, name, 1), process=0)
+    if found.num_processes == 1:
+        return None
+    if backend != "torch":
+        words = "Keras 3 has no strategy of TensorFlow for several machines; use --backend=torch or jax"
+        if backend == "jax":
+            words = f"JAX takes its place from SLURM, Kubernetes, Cloud TPU or JAX_COORDINATOR_ADDRESS: {_PAGE}"
+        raise UserError(
+            f"{found.source} starts {found.num_processes} processes. Received: --backend={backend}; {words}"
+        )
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise UserError(
+            f"{found.source} starts {found.num_processes} processes, and each would train alone: torch takes its place "
+            f"from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Received: no {missing[0]}; start them by "
+            f"torchrun, or set these: {_PAGE}"
+        )
+    return found
+
+
+def number_in(environment: Environment, name: str, default: int = 0) -> int:
+    """Returns a number of the environment. Raises `UserError` if it is none."""
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"{name}: expected a whole number in the environment. Received: {text!r}")
+    return int(text)
 
 
 class Scatter(Protocol):
@@ -77,11 +144,22 @@ def meet(processes: Processes, name: str = "", arguments: dict[str, Any] | None 
     """
     if processes.num_processes == 1:
         return
-    own = {"name": name, "line": lines.of_call(), "arguments": arguments or {}}
-    first, *others = processes.all_gather_object(own)
-    for rank, other in enumerate(others, 1):
-        if (error := unlike(first, other, "rank 0", f"rank {rank}")) is not None:
+    own = {"name": name, "line": lines.of_call(), "arguments": arguments or {}, "host": socket.gethostname()}
+    first, *others = given = processes.all_gather_object(own)
+    has_hosts = len({each["host"] for each in given}) > 1
+    ranks = [f"rank {rank}{' of ' + each['host'] if has_hosts else ''}" for rank, each in enumerate(given)]
+    for rank, other in zip(ranks[1:], others):
+        if (error := unlike(first, other, ranks[0], rank)) is not None:
             raise error
+
+
+def require_same(processes: Processes, config: Config) -> None:
+    """Raises the same `UserError` on all processes if they differ in a choice or a version."""
+    used = ("python", "kerasdp", "keras", "numpy", config.backend)
+    fields = config.as_dict()
+    choices = {f"--{each.flags[-1]}": fields[name] for name, each in choices_of(Config).items() if not each.of_host}
+    given = choices | {package: version for package, version in versions().items() if package in used}
+    meet(processes, "launch", {name: {"shown": str(value)} for name, value in given.items()})
 
 
 @contextlib.contextmanager

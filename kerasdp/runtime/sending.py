@@ -1,15 +1,18 @@
-"""Sends functions to worker processes, wherever they were written: in a script, a notebook, another function.
+"""Sends functions to worker processes, wherever they were written, and sends back what they return.
 
 A function of a module that workers can import travels by its name. Any other travels as its code (by cloudpickle), with
-the values of the variables that it refers to: no worker runs the script or notebook that it is from.
+the values of the variables that it refers to: no worker runs the script or notebook that it is from. What cannot be
+sent back is saved, so that no training is lost.
 """
 
 import contextlib
+import copy
 import dis
 import functools
 import importlib.machinery
 import inspect
 import io
+import json
 import linecache
 import mmap
 import os
@@ -26,10 +29,8 @@ import cloudpickle
 
 from kerasdp.errors import UserError
 
-# Buffers of arrays from this size on travel in a file; in bytes.
+# Buffers of arrays from this size on travel in files; in bytes.
 _LARGE = 1 << 16
-# Of arrays in that file, in bytes: wide enough for any vector instruction.
-_ALIGNMENT = 64
 # In what was pickled, the modules of Keras' classes and functions begin so.
 _OF_KERAS = b"keras.src"
 # Keras' settings that change numbers. Precision and seed are choices of the run.
@@ -41,12 +42,11 @@ class SentFunction:
 
     Args:
         pickled: what a worker loads.
-        path: of a file with its large arrays, which all workers map into their memory.
-        places: begin and length of each of these arrays, in bytes.
+        paths: of files, each with a large array, which all workers map into their memory.
     """
 
-    def __init__(self, pickled: bytes, path: str, places: list[tuple[int, int]]):
-        self._pickled, self._path, self._places = pickled, path, places
+    def __init__(self, pickled: bytes, paths: list[str]):
+        self._pickled, self._paths = pickled, paths
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, in a worker."""
@@ -55,17 +55,15 @@ class SentFunction:
     def received(self) -> Callable[..., Any]:
         """Returns the function, in a worker. Imports what it refers to, maybe Keras."""
         buffers = []
-        if self._places:
-            with open(self._path, "rb") as file:
-                # A page becomes the process's own where it is written to.
-                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-            buffers = [mapped[begin : begin + length] for begin, length in self._places]
+        for path in self._paths:
+            with open(path, "rb") as file:  # a page becomes the process's own where it is written to
+                buffers.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         unpickler = pickle.Unpickler(io.BytesIO(self._pickled), buffers=buffers)
         with without_tensorflow_for(self._pickled):
             main, texts, settings = unpickler.load()
             linecache.cache.update(texts)  # for tracebacks and inspect.getsource
             names, registered = unpickler.load()
-            become(main, names)
+            _become(main, names)
             if "keras" in sys.modules:
                 _set_keras(settings, registered)
             function: Callable[..., Any] = unpickler.load()
@@ -83,37 +81,24 @@ def sent(function: Callable[..., Any]) -> Iterator[SentFunction]:
         UserError: if it refers to something that cannot be sent; the text names it.
     """
     large: list[memoryview] = []
-    with without_tensorflow_for():
-        try:
+    try:
+        with without_tensorflow_for():
             pickled = _pickled(function, large)
-        except Exception as error:
-            raise UserError(why_unsendable(function, error, _pickle_to_nowhere)) from error
-    with _in_file(large, function) as (path, places):
-        yield SentFunction(pickled, path, places)
-
-
-@contextlib.contextmanager
-def _in_file(large: list[memoryview], function: Callable[..., Any]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Writes arrays to a file, which lives as long as the context; returns its path, and their places in it."""
-    if not large:
-        yield "", []
-        return
-    places = []
-    with contextlib.ExitStack() as stack:
+    except Exception as error:
+        raise UserError(_why_unsendable(function, error)) from error
+    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+        paths = [os.path.join(folder, str(number)) for number in range(len(large))]
         try:
-            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="kerasdp-", suffix=".arrays"))
-            for array in large:
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                places.append((file.tell(), array.nbytes))
-                file.write(array)
-            file.flush()
+            for path, array in zip(paths, large):
+                with open(path, "wb") as file:
+                    file.write(array)
         except OSError as error:
-            size, name = sum(array.nbytes for array in large) >> 20, name_of(function)
+            name, size = name_of(function), sum(array.nbytes for array in large) >> 20
             raise UserError(
-                f"cannot write the {size} MiB of arrays that {name} refers to, which the worker processes read, to "
+                f"cannot write {size} MiB of arrays that {name} refers to, which the worker processes read, to "
                 f"{tempfile.gettempdir()} ({error}): load them in {name}, or set TMPDIR to another folder"
             ) from error
-        yield file.name, places
+        yield SentFunction(pickled, paths)
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -126,13 +111,6 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: Any, large: list[memoryview]):
         super().__init__(file, protocol=5, buffer_callback=lambda buffer: _is_small(buffer, large))
         self.by_code: list[Any] = []
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> "_Pickler":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def reducer_override(self, obj: Any) -> Any:
         """Returns how an object is pickled; see the standard library."""
@@ -161,14 +139,13 @@ class _Pickler(cloudpickle.Pickler):
         """
         module = sys.modules.get(name)
         known = cloudpickle.list_registry_pickle_by_value()
-        if module is not None and name not in known and not can_be_imported(module):
+        if module is not None and name not in known and not _can_be_imported(module):
             cloudpickle.register_pickle_by_value(module)
-            self._stack.callback(cloudpickle.unregister_pickle_by_value, module)
 
 
 def _pickled(function: Callable[..., Any], large: list[memoryview]) -> bytes:
-    with _Pickler(_Nowhere(), []) as first:
-        first.dump(function)
+    first = _Pickler(io.BytesIO(), [])
+    first.dump(function)
     # Who looks for a class by its name, as `pickle` does, finds it in the worker, too.
     sources = {name: sys.modules[name] for name in {kind.__module__ for kind in first.by_code} & sys.modules.keys()}
     names = {name: _those_of(vars(module), first.by_code) for name, module in sources.items()}
@@ -179,23 +156,10 @@ def _pickled(function: Callable[..., Any], large: list[memoryview]) -> bytes:
         settings = {name: getattr(keras.config, name)() for name in _SETTINGS}
         registered = _those_of(keras.saving.get_custom_objects(), first.by_code)
     file = io.BytesIO()
-    with _Pickler(file, large) as pickler:
-        pickler.dump((description(), texts, settings))
-        pickler.dump((names, registered))
-        pickler.dump(function)
+    pickler = _Pickler(file, large)
+    for part in ((_description(), texts, settings), (names, registered), function):
+        pickler.dump(part)
     return file.getvalue()
-
-
-class _Nowhere:
-    """A file that keeps nothing."""
-
-    def write(self, _: Any) -> None:
-        """Does nothing."""
-
-
-def _pickle_to_nowhere(value: Any) -> None:
-    with _Pickler(_Nowhere(), []) as pickler:
-        pickler.dump(value)
 
 
 def _is_small(buffer: pickle.PickleBuffer, large: list[memoryview]) -> bool:
@@ -257,39 +221,33 @@ def _kinds_with_variables() -> tuple[type, ...]:
 
 
 def _require_no_variables(obj: Any) -> None:
-    """Raises `MadeBeforeError` for a Keras object with variables, else what keeps Keras from making it anew."""
+    """Raises `_MadeBeforeError` for a Keras object with variables, else what keeps Keras from making it anew."""
     if isinstance(obj, sys.modules["keras"].Variable) or obj.variables:
-        raise MadeBeforeError
+        raise _MadeBeforeError
     pickle.loads(pickle.dumps(obj))
 
 
-class MadeBeforeError(Exception):
+class _MadeBeforeError(Exception):
     """A Keras object whose variables are those of this process."""
 
 
-def why_unsendable(function: Callable[..., Any], error: Exception, attempt: Callable[[Any], None]) -> str:
-    """Returns a line that names the variable which cannot be sent.
-
-    Args:
-        function: the one that was to be sent.
-        error: what its attempt raised.
-        attempt: raises an exception for a value that cannot be sent.
-    """
-    found = _find(function, attempt, set())
+def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
+    """Returns a line that names the variable which cannot be sent; `error`: why the function cannot."""
+    found = _find(function, set())
     name = name_of(function)
     if found is None:
         return (
-            f"{name} cannot be sent to worker processes ({first_line(error)}): use a function of a module or a script"
+            f"{name} cannot be sent to worker processes ({_first_line(error)}): use a function of a module or a script"
         )
     referrer, variable, value, reason = found
-    if isinstance(reason, MadeBeforeError):
+    if isinstance(reason, _MadeBeforeError):
         return (
             f"{variable}, which {referrer} refers to, was made before kerasdp.launch: make (or load) the model, the "
             f"optimizer and the metrics in the function that launch calls, for the run's devices and seed"
         )
     return (
         f"{variable}, which {referrer} refers to, is a {type(value).__name__} and cannot be sent to worker processes "
-        f"({first_line(reason)}): make it in {name}, or let {name} refer to what it is made of (numbers, arrays, paths)"
+        f"({_first_line(reason)}): make it in {name}, or let that refer to what it is made of (numbers, arrays, paths)"
     )
 
 
@@ -301,21 +259,21 @@ def name_of(function: Callable[..., Any]) -> str:
     return "the lambda" if name == "<lambda>" else name
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Returns the first line of an error's text; its class, where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _find(holder: Any, attempt: Callable[[Any], None], seen: set[int]) -> tuple[str, str, Any, Exception] | None:
+def _find(holder: Any, seen: set[int]) -> tuple[str, str, Any, Exception] | None:
     """Returns who refers to what cannot be sent, by which name, the value, and the reason."""
     seen.add(id(holder))
     for name, value in _references(holder):
         if id(value) in seen:
             continue
         try:
-            attempt(value)
+            _Pickler(io.BytesIO(), []).dump(value)
         except Exception as error:
-            return _find(value, attempt, seen) or (name_of(holder), name, value, error)
+            return _find(value, seen) or (name_of(holder), name, value, error)
     return None
 
 
@@ -403,18 +361,18 @@ def not_run_again() -> Iterator[None]:
                 main.__spec__ = _kept
 
 
-def description() -> tuple[str | None, str | None]:
+def _description() -> tuple[str | None, str | None]:
     """Returns the name by which `__main__` can be imported, and its file."""
     main: Any = sys.modules["__main__"]
     spec = _kept if _num_contexts else getattr(main, "__spec__", None)
     return getattr(spec, "name", None), getattr(main, "__file__", None)
 
 
-def become(described: tuple[str | None, str | None], names: dict[str, dict[str, Any]]) -> None:
+def _become(described: tuple[str | None, str | None], names: dict[str, dict[str, Any]]) -> None:
     """Makes this process's `__main__` look like the caller's, to processes that user code starts, and to `pickle`.
 
     Args:
-        described: the caller's `description()`.
+        described: the caller's `_description()`.
         names: functions and classes, by the module that they are from, of `__main__` and of others that cannot be
             imported here.
     """
@@ -430,7 +388,7 @@ def become(described: tuple[str | None, str | None], names: dict[str, dict[str, 
         vars(sys.modules.get(module, main)).update(known)
 
 
-def can_be_imported(module: types.ModuleType) -> bool:
+def _can_be_imported(module: types.ModuleType) -> bool:
     """Returns whether a new process that imports the name of a module gets this one."""
     path = getattr(module, "__file__", None) or ""
     if not path.endswith(".py") or os.path.abspath(path).startswith(_INSTALLED):
@@ -451,3 +409,125 @@ def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
         if spec is not None:
             return spec
     return None
+
+
+class SentResult:
+    """What a function returned, on its way back from a worker process.
+
+    Args:
+        result: the value.
+        folder: where the models and histories in it are saved if it cannot be sent. None: the current one.
+
+    Raises:
+        UserError: if it cannot be sent; the text names the files.
+    """
+
+    def __init__(self, result: Any, folder: str | None = None):
+        self._folder, file = folder or os.getcwd(), io.BytesIO()
+        try:
+            with without_tensorflow_for():
+                _ResultPickler(file).dump(result)
+        except Exception as error:
+            raise _unsent(result, error, "which cannot be sent from a worker process", self._folder) from error
+        self._pickled = file.getvalue()
+
+    def received(self) -> Any:
+        """Returns the value, in the process that started the workers. Raises `UserError` if it cannot be made there."""
+        try:
+            with without_tensorflow_for(self._pickled):
+                return pickle.loads(self._pickled)
+        except Exception as error:
+            raise self.saved(error, "which cannot be made anew in this process") from error
+
+    def saved(self, error: Exception, words: str) -> UserError:
+        """Saves the models and histories in it, and returns what says so; `words`: what went wrong."""
+        return _unsent(_WithoutModels(io.BytesIO(self._pickled)).load(), error, words, self._folder)
+
+
+class _ResultPickler(cloudpickle.Pickler):
+    """Pickles a model with the classes that it is made of, and a `History` without its model."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Returns how an object is pickled; see the standard library."""
+        keras: Any = sys.modules.get("keras")
+        if keras is not None and isinstance(obj, keras.callbacks.History):
+            alone = copy.copy(obj)
+            alone.set_model(None)
+            return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if keras is not None and isinstance(obj, keras.Layer):
+            from kerasdp.keras_compat.saving import classes_saved
+
+            with classes_saved() as classes:
+                make, (file,) = obj.__reduce__()
+            return _make_anew, (classes, make, file)
+        return super().reducer_override(obj)
+
+
+def _make_anew(classes: dict[str, Any], make: Callable[[io.BytesIO], Any], file: io.BytesIO) -> Any:
+    """Makes a layer or a model of a `.keras` file; `classes`: those that are not Keras', by name."""
+    with sys.modules["keras"].saving.custom_object_scope(classes):
+        return make(file)
+
+
+class _WithoutModels(pickle.Unpickler):
+    """Reads a result with files in the place of its models."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what makes an object; see the standard library."""
+        if (module, name) == (__name__, _make_anew.__name__):
+            return lambda classes, make, file: file
+        return super().find_class(module, name)
+
+
+def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError:
+    """Saves the models and histories in a result, and returns what says so, and why it does not arrive."""
+    files = ", ".join(_save(list(_parts_of(result, set())), folder))
+    reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+    return UserError(
+        f"train returned a {type(result).__name__}, {words} ({reason:.300}): "
+        f"{files and f'what was trained is in {files}; '}return numbers, arrays or a History"
+    )
+
+
+def _parts_of(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the models, files of models and histories in a value, each once."""
+    if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        return
+    seen.add(id(value))
+    keras: Any = sys.modules.get("keras")
+    if isinstance(value, io.BytesIO) or (keras and isinstance(value, (keras.Model, keras.callbacks.History))):
+        yield value
+    else:
+        known = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for part in value if isinstance(value, (list, tuple)) else known.values():
+            yield from _parts_of(part, seen)
+
+
+def _save(parts: list[Any], folder: str) -> list[str]:
+    """Saves parts of a result in a new folder; in the temporary one, if this one cannot be written. Returns the paths.
+
+    Raises:
+        OSError: if neither can be written.
+    """
+    for place in (folder, tempfile.gettempdir()) if parts else ():
+        try:
+            new = tempfile.mkdtemp(prefix="returned-", dir=place)
+            return [_save_part(part, os.path.join(new, str(number))) for number, part in enumerate(parts, 1)]
+        except OSError:
+            if place == tempfile.gettempdir():
+                raise
+    return []
+
+
+def _save_part(part: Any, stem: str) -> str:
+    """Saves the weights of a model (its class may not say how it is made), its file, or a history; returns the path."""
+    if hasattr(part, "save_weights"):
+        with without_tensorflow_for():
+            part.save_weights(path := f"{stem}.weights.h5")
+    elif isinstance(part, io.BytesIO):
+        with open(path := f"{stem}.keras", "wb") as model_file:
+            model_file.write(part.getbuffer())
+    else:
+        with open(path := f"{stem}.history.json", "w") as history_file:
+            json.dump(part.history, history_file, default=lambda value: value.tolist())
+    return path

@@ -22,10 +22,9 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import memory, outcome, signals, watchdog
+from kerasdp.runtime import hardware, outcome, signals, watchdog
 from kerasdp.runtime.outcome import Outcome, Place
-from kerasdp.runtime.returning import SentResult
-from kerasdp.runtime.sending import not_run_again, sent
+from kerasdp.runtime.sending import SentResult, not_run_again, sent
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 # When a worker has failed, the others get so long to end by themselves.
@@ -353,7 +352,7 @@ def end_with_parent() -> None:
 def _begin_worker(place: Place) -> None:
     """Makes this process a worker, which leaves its files at a place."""
     end_with_parent()
-    memory.keep(os.environ.get("KERAS_BACKEND", ""))
+    hardware.keep_memory(os.environ.get("KERAS_BACKEND", ""))
     # Lets what `train` starts, such as a DataLoader's workers, start as in any program: a process that was spawned
     # spawns its own ones, to which classes of a script or a notebook cannot be sent.
     usual, *_ = multiprocessing.get_all_start_methods()

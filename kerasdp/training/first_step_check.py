@@ -44,7 +44,7 @@ from kerasdp.portability.row_search import (
     with_noise,
 )
 from kerasdp.reporting import report
-from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.runtime.run_state import ModelCache
 
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6

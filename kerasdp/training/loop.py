@@ -21,8 +21,7 @@ from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import as_numbers
-from kerasdp.runtime.model_cache import ModelCache
-from kerasdp.runtime.run_state import Detail, Evaluated, RunState
+from kerasdp.runtime.run_state import Detail, Evaluated, ModelCache, RunState
 from kerasdp.runtime.watchdog import Watchdog, shapes_of
 
 Logs = dict[str, Any]

@@ -44,7 +44,7 @@ from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
 from kerasdp.portability.step_parts import find_parts
 from kerasdp.reporting import report
-from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.runtime.run_state import ModelCache
 from kerasdp.sharding import bytes_of_number
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 

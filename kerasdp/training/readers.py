@@ -17,8 +17,7 @@ from kerasdp.errors import UserError
 from kerasdp.portability.random import DATA, portable_draws
 from kerasdp.reporting import report
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.model_cache import ModelCache
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import ModelCache, RunState
 
 # Bytes of inputs that stay on each GPU without being asked to.
 MOST_ON_DEVICE = 2**30

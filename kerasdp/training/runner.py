@@ -34,8 +34,7 @@ from kerasdp.reporting.report import Facts, say, size, warn
 from kerasdp.reporting.run_files import add_to_report
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.model_cache import is_made_of_choices
-from kerasdp.runtime.run_state import Evaluated, RunState
+from kerasdp.runtime.run_state import Evaluated, RunState, is_made_of_choices
 from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.sharding import bytes_of
 from kerasdp.training.callbacks import RunCallbacks

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from kerasdp.config import Config
-from kerasdp.config.validation import BACKENDS
+from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import is_installed
 from tests.helpers import ROOT

@@ -10,8 +10,7 @@ import pytest
 import kerasdp
 from kerasdp.cli.flags import CHOICES, RECIPES, recipe
 from kerasdp.cli.main import parse, parse_recipe
-from kerasdp.config import Config
-from kerasdp.config.validation import BACKENDS
+from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import PreemptedError, UserError
 from kerasdp.runtime.devices import is_installed
 
@@ -51,8 +50,8 @@ def test_devices_is_another_name_of_gpus(tmp_path):
     ("flag", "words"),
     [
         ("--nosuch=1", "there is no flag --nosuch. --help lists all flags"),
-        ("--gpus=two", "--gpus: expected a whole number. Received: 'two'; --help lists all flags"),
-        ("--learning_rate=fast", "--learning_rate: expected a number. Received: 'fast'; --help lists all flags"),
+        ("--gpus=two", "--gpus: expected a whole number of at least 1. Received: 'two'"),
+        ("--learning_rate=fast", "--learning_rate: expected a number above 0. Received: 'fast'"),
         ("--num_devices=2", "there is no flag --num_devices; did you mean --gpus? --help lists all flags"),
         ("--lr=0.1", "there is no flag --lr. --help lists all flags"),
         ("--batchsize=3", "did you mean --batch_size?"),
@@ -172,7 +171,7 @@ WRONG = {
         "--accumulate=2": "--accumulate has no effect here: what is compared differs in backend and number of",
         "--backends=torch,theano": "expected one of torch, jax, tensorflow",
         "--device_counts=1,two": "--device_counts: expected numbers such as 1,2,4",
-        "--device_counts=0": "--device_counts: expected numbers of at least 1. Received: 0",
+        "--device_counts=0": "--device_counts: expected numbers such as 1,2,4. Received: '0'",
         "--device_counts=100": "expected at least 100",
     },
     "pipeline": {
@@ -223,13 +222,13 @@ def test_the_lesson():
 
 
 def test_what_a_trained_model_is_used_on():
-    config, choices = parse_recipe(
+    config, *choices = parse_recipe(
         "predict", ["predict.py", "--checkpoint=runs/mine", "--dataset=mnist", "--gpus=2", "--output=all.npy"]
     )
     assert (config.num_devices, config.dataset) == (2, "mnist")
-    assert choices == {"checkpoint": "runs/mine", "output": "all.npy"}
-    config, choices = parse_recipe("export", ["export.py", "--checkpoint=m.keras", "--to=m.onnx"])
-    assert (config.num_devices, choices) == (1, {"checkpoint": "m.keras", "to": "m.onnx"})
+    assert choices == ["runs/mine", "all.npy"]
+    config, *choices = parse_recipe("export", ["export.py", "--checkpoint=m.keras", "--to=m.onnx"])
+    assert (config.num_devices, choices) == (1, ["m.keras", "m.onnx"])
 
 
 @pytest.mark.parametrize(

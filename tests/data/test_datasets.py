@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kerasdp.config import DATASETS as NAMES
 from kerasdp.config import Config
-from kerasdp.config.validation import DATASETS as NAMES
 from kerasdp.data import datasets
 from kerasdp.data.datasets import DATASETS, load_data
 from kerasdp.data.sources import ArraySource, ImageFolder, split_off, weights_of_classes

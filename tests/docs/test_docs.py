@@ -139,7 +139,7 @@ def test_the_table_of_flags(conf):
     cells = {names: (default, meaning) for names, default, meaning in rows}
     for choice in CHOICES:
         names = ", ".join(f"`--{flag}`" for flag in reversed(choice.flags))
-        assert choice.meaning.partition("--")[0].partition("*")[0] in cells[names][1]
+        assert choice.help.partition("--")[0].partition("*")[0] in cells[names][1]
     defaults = {names: default for names, (default, _) in cells.items()}
     assert [defaults[f"`--{flag}`"] for flag in ("seed", "max_restarts", "epochs")] == ["`0`", "`0`", "`20`"]
     assert defaults["`--gpus`, `--devices`"] == "all GPUs or TPUs, or 1" and defaults["`--resume`"] == ""

@@ -4,8 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.config import Config
-from kerasdp.config.validation import MODELS
+from kerasdp.config import MODELS, Config
 from kerasdp.errors import UserError
 from kerasdp.models import build_model
 from kerasdp.training.optimizers import make_optimizer

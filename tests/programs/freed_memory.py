@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 
-from kerasdp.runtime import memory
+from kerasdp.runtime import hardware
 
 NUM_BYTES = 100 * 10**6
 
@@ -37,7 +37,7 @@ def bytes_held():
 
 found = {"before": pages_given()}
 begin = bytes_held()
-with memory.kept(sys.argv[1]):
+with hardware.kept_memory(sys.argv[1]):
     found["within"], found["held"] = pages_given(), bytes_held() - begin
 found |= {"after": pages_given(), "left": bytes_held() - begin}
 print("RESULT " + json.dumps(found))

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.config.validation import check_installed
 from kerasdp.errors import UserError
 from kerasdp.reporting.run_files import Trackers
+from kerasdp.runtime.devices import check_installed
 from tests.helpers import run
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kerasdp.errors import UserError
-from kerasdp.runtime.returning import SentResult
+from kerasdp.runtime.sending import SentResult
 from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
 
 

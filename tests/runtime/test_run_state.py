@@ -1,10 +1,12 @@
-"""One object knows where a training is; no framework is needed to ask it."""
+"""One object knows where a training is, without any framework; what is made for a model does not keep it alive."""
 
+import gc
 import types
+import weakref
 
 import pytest
 
-from kerasdp.runtime.run_state import Detail, Position, RunState
+from kerasdp.runtime.run_state import Detail, ModelCache, Position, RunState
 
 
 def steps(state, count, rows=4):
@@ -134,3 +136,33 @@ def test_observer_and_listeners_hear_of_a_step_when_it_is_counted():
     state.remove_listener(listen)  # nothing to do
     steps(state, 1)
     assert len(heard) == 2
+
+
+class Model:
+    pass
+
+
+def test_caches_do_not_see_one_anothers_values():
+    first, second, model = ModelCache(), ModelCache(), Model()
+    assert first.get(model) is None
+    first.put(model, 1)
+    second.put(model, 2)
+    assert (first.get(model), second.get(model), first.get(Model())) == (1, 2, None)
+
+
+def test_a_value_that_refers_to_its_model_ends_with_it():
+    cache, model = ModelCache(), Model()
+    cache.put(model, [model])
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_value_ends_with_its_cache():
+    cache, model, value = ModelCache(), Model(), Model()
+    cache.put(model, value)
+    seen = weakref.ref(value)
+    del cache, value
+    gc.collect()
+    assert seen() is None

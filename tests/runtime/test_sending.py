@@ -81,8 +81,9 @@ def test_what_a_function_refers_to_comes_with_it(tmp_path):
     assert array[0, 0] == 0
     with sent(look) as ready:
         assert len(ready._pickled) < 10_000
-        assert os.path.getsize(ready._path) == array.nbytes
-    assert not os.path.exists(ready._path)
+        (path,) = ready._paths
+        assert os.path.getsize(path) == array.nbytes
+    assert not os.path.exists(path)
 
 
 def test_a_module_that_no_worker_can_import(tmp_path):

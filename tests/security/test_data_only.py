@@ -16,7 +16,6 @@ import kerasdp
 from kerasdp.checkpoint import files, state
 from kerasdp.checkpoint.state import architecture_of, build_architecture, gather, load_keras_file
 from kerasdp.checkpoint.storage import folder_at
-from kerasdp.cli.main import parse
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.models import build_model
@@ -202,26 +201,6 @@ def test_a_resumed_run_takes_no_name_from_its_checkpoint(ran, tmp_path):
     files.save(path, files.Checkpoint(arrays=found.arrays, state=state))
     again = run(PROGRAMS / "resume.py", json.dumps(settings | {"resume": True, "epochs": 2}), backend="torch")
     assert again.returncode == 0, again.stderr
-
-
-@pytest.mark.parametrize("content", ["--model=evil:build\n", "--dataset\nevil:build\n"])
-def test_a_flagfile_in_the_folder_of_a_run_names_no_code(content, ran, tmp_path, monkeypatch):
-    """Wherever absl finds it, as in the home folder."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "inner.flags").write_text(content)
-    (folder / "run.flags").write_text(f"--epochs=3\n--flagfile={folder}/inner.flags\n")
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / "run.flags").write_text(content)
-    paths = f"{folder}/run.flags", "~/run/run.flags", f" {folder}/run.flags", f"{folder}/checkpoints/run.flags"
-    for words in (*([f"--flagfile={path}"] for path in paths), *(["--flagfile", path] for path in paths[:2])):
-        with pytest.raises(UserError, match="--flagfile: .* is in the folder of a run, and names code: ") as caught:
-            parse(["train.py", *words])
-        assert "\n" not in str(caught.value)
-    (folder / "inner.flags").write_text("--model=lenet\n")
-    assert parse(["train.py", f"--flagfile={folder}/run.flags", "--dataset=own.py:load"]).model == "lenet"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +17,9 @@ from kerasdp.backends.jax import processes
 from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.runtime.hardware import PLATFORMS, num_gpus
+from kerasdp.runtime.ranks import Cluster
 
 if TYPE_CHECKING:
     import keras
@@ -300,15 +299,3 @@ def put_each(arrays: list[np.ndarray], shardings: list[NamedSharding]) -> list[T
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(arrays, shardings)
     return [put_rows(rows, sharding) for rows, sharding in zip(arrays, shardings)]
-
-
-def describe() -> dict[str, Any]:
-    """Returns the version, the devices, and the platform that drives them."""
-    found = [device for device in jax.devices() if device.platform != "cpu"]
-    memory = [(device.memory_stats() or {}).get("bytes_limit", 0) / 2**30 for device in found]
-    return {
-        "version": jax.__version__,
-        "devices": [f"{device.device_kind} ({size:.0f} GiB for jax)" for device, size in zip(found, memory)],
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "platform": found[0].client.platform_version.replace("\n", " ") if found else None,
-    }

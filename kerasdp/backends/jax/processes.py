@@ -24,8 +24,8 @@ from kerasdp.backends.jax import private
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.errors import PreemptedError, UserError, WorkerError
 from kerasdp.runtime import outcome
-from kerasdp.runtime.cluster import Cluster, Environment, number_in, require_same
-from kerasdp.runtime.device_errors import lost_process
+from kerasdp.runtime.lines import lost_process
+from kerasdp.runtime.ranks import Cluster, Environment, number_in, require_same
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import gather_shards
-from kerasdp.runtime.memory import give_back
+from kerasdp.runtime.hardware import give_memory_back
 from kerasdp.runtime.run_state import Detail
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ class Graphs:
             require_deterministic(self._graphs[key].graph)
         results = private.call_flat(self._graphs[key], tensors)
         # XLA compiles an optimizer's update for each device: of 360,000 weights on two some 170 MiB are left.
-        give_back()
+        give_memory_back()
         return results
 
 

@@ -25,11 +25,10 @@ from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome
-from kerasdp.runtime.cluster import Cluster, number_in, require_same
-from kerasdp.runtime.device_errors import lost_process
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
 from kerasdp.runtime.hardware import is_too_old_for
-from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.lines import lost_process
+from kerasdp.runtime.ranks import Cluster, Processes, number_in, require_same
 from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
 from kerasdp.runtime.workers import peak_memory_of_process, run_workers
 
@@ -343,17 +342,3 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
 def device_name() -> str:
     """Returns the name of the first GPU or TPU, as its maker has it."""
     return torch.cuda.get_device_name()
-
-
-def describe() -> dict[str, Any]:
-    """Returns the version, the devices, and the versions of the libraries of GPUs."""
-    count = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
-    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
-    return {
-        "version": torch.__version__,
-        "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],
-        "CUDA": torch.version.cuda,
-        "ROCm": torch.version.hip,
-        "cuDNN": torch.backends.cudnn.version() if gpus else None,
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
-    }

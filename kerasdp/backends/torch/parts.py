@@ -19,7 +19,7 @@ from kerasdp.backends.torch.private import (
 )
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.runtime.run_state import ModelCache
 from kerasdp.sharding import cut_axis, part_of, part_shape
 
 # Bytes of several weights that travel in one message; what is larger travels alone.

@@ -16,8 +16,7 @@ from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.model_cache import ModelCache
-from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.runtime.run_state import Detail, ModelCache, RunState
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch

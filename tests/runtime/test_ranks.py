@@ -5,8 +5,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
-from kerasdp.runtime import cluster
-from kerasdp.runtime.cluster import find_ranks, require_same
+from kerasdp.runtime.ranks import find_ranks, require_same
 from tests.helpers import BACKENDS
 
 TORCHRUN = {
@@ -127,8 +126,11 @@ class Two:
     def __init__(self, other):
         self.other = other
 
+    num_processes = 2
+
     def all_gather_object(self, value):
-        return [value, ("node1, process 1", value[1] | self.other)]
+        other = {name: {"shown": shown} for name, shown in self.other.items()}
+        return [value, value | {"host": "node1", "arguments": value["arguments"] | other}]
 
 
 def test_hosts_that_differ_are_named():
@@ -137,11 +139,10 @@ def test_hosts_that_differ_are_named():
     config = Config(backend="torch")
     require_same(Two({}), config)
     with from_command_line(), pytest.raises(UserError) as caught:
-        require_same(Two({"--epochs": 7}), config)
-    text = str(caught.value)
-    assert text.startswith("--epochs: expected the same on all hosts. Received: 20 on ")
-    assert text.endswith(", process 0, 7 on node1, process 1; give each the same")
-    with pytest.raises(UserError, match="^numpy: expected the same on all hosts. Received: .*, 9.8.7 on node1"):
+        require_same(Two({"--epochs": "7"}), config)
+    assert ": expected the same --epochs on all ranks. Received: 20 on rank 0 of " in str(caught.value)
+    assert str(caught.value).endswith(", 7 on rank 1 of node1; give each the same")
+    with pytest.raises(UserError, match="expected the same numpy on all ranks. Received: .*, 9.8.7 on rank 1 of node1"):
         require_same(Two({"numpy": "9.8.7"}), config)
 
 
@@ -151,5 +152,5 @@ def test_what_is_a_hosts_own_is_not_compared():
     given = []
     processes = Two({})
     processes.all_gather_object = lambda value: given.append(value) or [value]
-    cluster.require_same(processes, Config(workdir="mine", verbose=0))
-    assert not {f"--{name}" for name in own} & set(given[0][1])
+    require_same(processes, Config(workdir="mine", verbose=0))
+    assert not {f"--{name}" for name in own} & set(given[0]["arguments"])

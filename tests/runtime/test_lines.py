@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from kerasdp.runtime.device_errors import explained, lost_process
+from kerasdp.runtime.lines import explained, lost_process
 from tests.helpers import BACKENDS
 
 TEXTS = [
