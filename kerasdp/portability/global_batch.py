@@ -112,8 +112,8 @@ class GlobalBatch:
         self._taken: dict[str, Tensor] = {}
         if self._is_part:
             refuse_masks(model, padded.outputs)
-        self._has_own_rows, is_weighted = self._is_by_rows(), padded.sample_weight is not None
-        self.is_of_own_rows = self._has_own_rows and is_sum_over_rows(model, is_weighted=is_weighted)
+        self._has_own_rows = self._is_by_rows()
+        self.is_of_own_rows = self._has_own_rows and is_sum_over_rows(model)
         self._add_up_metrics = (self._has_own_rows or self._is_part) and are_sums_over_rows(model)
         self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
         if context is not None and context.moving:
@@ -276,8 +276,6 @@ class GlobalBatch:
         if weights is not None:
             values, weights = of_same_rank(values, weights)
             values = values * weights
-        if not len(values.shape):  # a mean of rows
-            return values * (context.num_rows * context.num_replicas / self.num_rows)
         total = ops.sum(values) * context.num_replicas
         if loss.reduction == "sum":
             return total

@@ -1,12 +1,10 @@
-"""Tells which losses and metrics of a batch are sums over its rows: each replica may compute them of its own rows.
+"""Says which losses and metrics of a batch are sums over its rows: each replica may compute them of its own rows.
 
-Those of Keras are known. Others are declared with `per_sample`, or tried on a few rows, as is what layers add.
+Those of Keras are known, and others are declared with `per_sample`. All else is computed of the whole batch.
 """
 
 import contextlib
-import enum
 import inspect
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -24,29 +22,17 @@ from kerasdp.keras_compat.models import (
     loss_options,
     metric_function,
     output_losses,
-    reducing_losses,
-    update_compiled_metrics,
 )
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes
-
-
-class Reduction(enum.Enum):
-    """How a loss (`keras.losses.Loss`) comes from the rows of a batch, before Keras' `reduction` of what it gives."""
-
-    BY_ROWS = "a value, or values, for each row, which depend on that row alone"
-    MEAN = "one number, which is the mean of the numbers of single rows"
-    COUPLES = "depends on rows taken together"
-    UNKNOWN = "a loss that failed when it was tried with random outputs, or whose class overrides __call__, not call"
-
 
 # Keras' functions (3.15) that give a loss for each row, and nothing about rows taken together (as `dice`).
 BY_ROWS = {
     getattr(keras.losses, name)
     for name in (
         "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy",
-        "categorical_focal_crossentropy", "categorical_hinge", "cosine_similarity", "hinge", "huber", "kl_divergence",
-        "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error",
+        "categorical_focal_crossentropy", "categorical_hinge", "cosine_similarity", "ctc", "hinge", "huber",
+        "kl_divergence", "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error",
         "mean_squared_logarithmic_error", "poisson", "sparse_categorical_crossentropy", "squared_hinge",
     )
 }  # fmt: skip
@@ -54,9 +40,6 @@ BY_ROWS = {
 
 Definition = TypeVar("Definition")
 _DECLARED = "is_per_sample"
-
-# What trials have found out about other losses.
-_found_losses: "weakref.WeakKeyDictionary[keras.losses.Loss, Reduction]" = weakref.WeakKeyDictionary()
 
 
 def per_sample(definition: Definition) -> Definition:
@@ -81,21 +64,14 @@ def _is_declared(*definitions: Any) -> bool:
     return any(getattr(definition, _DECLARED, False) for definition in definitions)
 
 
-def reduction_of(loss: keras.losses.Loss) -> Reduction:
-    """Returns how a loss comes from the rows of a batch: the one place that knows."""
-    function, options = getattr(loss, "fn", None), loss_options(loss)
+def is_by_rows(loss: keras.losses.Loss) -> bool:
+    """Returns whether a loss is known to give a value, or values, for each row, which depend on that row alone."""
+    function = getattr(loss, "fn", None)
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return Reduction.UNKNOWN
+        return False
     if _is_declared(function, type(loss)):
-        return Reduction.BY_ROWS
-    if is_of_keras(type(loss)):
-        # They divide by what they find in the batch, whatever their `reduction` says (Keras 3.15).
-        coupled = function in (keras.losses.dice, keras.losses.tversky) and options.get("axis") is None
-        if coupled or function is keras.losses.circle:
-            return Reduction.COUPLES
-        if function in BY_ROWS and options.get("axis", -1) == -1:
-            return Reduction.BY_ROWS
-    return _found_losses.get(loss, Reduction.UNKNOWN)
+        return True
+    return is_of_keras(type(loss)) and function in BY_ROWS and loss_options(loss).get("axis", -1) == -1
 
 
 def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
@@ -103,133 +79,26 @@ def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
     return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
 
 
-def divides_by_what_is_left(loss: keras.losses.Loss) -> bool:
-    """Returns whether a loss masks some of its values, and takes the mean of the others (Keras 3.15)."""
-    return loss_options(loss).get("ignore_class") is not None
-
-
-def is_sum_over_rows(model: keras.Model, *, is_weighted: bool) -> bool:
+def is_sum_over_rows(model: keras.Model) -> bool:
     """Returns whether the loss of a batch is a sum over its rows, but for what it is divided by.
 
-    Args:
-        model: compiled, and its losses built.
-        is_weighted: whether the samples have weights.
+    `model`: compiled, and its losses built.
     """
-    return type(model).compute_loss is keras.Model.compute_loss and not _coupling_losses(model, is_weighted=is_weighted)
+    return type(model).compute_loss is keras.Model.compute_loss and not _coupling_losses(model)
 
 
-def _coupling_losses(model: keras.Model, *, is_weighted: bool) -> list[tuple[keras.losses.Loss, Reduction]]:
-    """Returns the losses of a model that need the whole batch, with the reason; arguments: as `is_sum_over_rows`."""
-    found = []
-    for loss in output_losses(model):
-        reduction = reduction_of(loss)
-        is_sum = (
-            loss.reduction not in (None, "none")
-            if reduction is Reduction.BY_ROWS
-            # Weighted, its mean is multiplied by that of the weights.
-            else (reduction is Reduction.MEAN and not is_weighted and loss.reduction not in (None, "none", "sum"))
-        )
-        if not is_sum:
-            found.append((loss, reduction))
-    return found
+def _coupling_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Returns the losses of a model that need the whole batch."""
+    return [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
 
 
 def require_values(loss: keras.losses.Loss, values: Any, num_rows: int) -> None:
     """Raises `UserError` if a loss that was said to be `per_sample` gives no value for each row."""
-    if reduction_of(loss) is Reduction.BY_ROWS and (not len(values.shape) or values.shape[0] != num_rows):
+    if not len(values.shape) or values.shape[0] != num_rows:
         raise UserError(
             f"the loss {loss.name}: expected a value for each of the {num_rows} samples, since it is declared "
             f"per_sample. Received: shape {tuple(values.shape)}"
         )
-
-
-NUM_ROWS = 12
-
-
-def try_losses(model: keras.Model, targets: Any, symbols: Any) -> None:
-    """Tries the losses of a compiled model that are not known, and keeps what it finds for `reduction_of`.
-
-    Each gets random outputs, and is tried on all rows, on some, and on single ones. What fails stays unknown.
-
-    Args:
-        model: its losses built.
-        targets: `NUM_ROWS` rows, NumPy arrays.
-        symbols: the model's outputs, as it gives them: `KerasTensor`s, whose rows do not matter.
-    """
-    unknown = [loss for loss in output_losses(model) if reduction_of(loss) is Reduction.UNKNOWN]
-    if not unknown:
-        return
-    with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
-        _found_losses.update(thread.submit(_try_unknown_losses, model, targets, symbols, unknown).result())
-
-
-def _try_unknown_losses(
-    model: keras.Model, targets: Any, symbols: Any, losses: list[keras.losses.Loss]
-) -> dict[keras.losses.Loss, Reduction]:
-    answers: dict[keras.losses.Loss, list[Reduction]] = {loss: [] for loss in losses}
-    numbers, compiled = np.random.RandomState(0), cast(Any, compiled_loss(model))
-    calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {}
-
-    def note(loss: keras.losses.Loss, y_true: Any, y_pred: Any, _: Any) -> Any:
-        given = keras.tree.map_structure(lambda leaf: ops.convert_to_tensor(leaf, dtype=loss.dtype), (y_true, y_pred))
-        calls.setdefault(loss, []).append(given)
-        return ops.zeros(())
-
-    # Distinct rows, each row twice (for losses that compare rows of one class), one row repeated.
-    for rows in (np.arange(NUM_ROWS), np.arange(NUM_ROWS) // 2, np.zeros(NUM_ROWS, int)):
-        own = keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], targets)
-        calls.clear()
-        try:
-            with reducing_losses(note), keras.StatelessScope():  # the losses of several outputs are metrics, too
-                compiled(own, random_outputs(symbols, numbers))
-            for loss in losses:
-                answers[loss] += [_reduction_in_trial(loss, *given) for given in calls.get(loss, ())]
-        except Exception:  # user-defined, on outputs that it may not expect
-            return {}
-    return {loss: _combined(own) for loss, own in answers.items() if own}
-
-
-def _combined(answers: list[Reduction]) -> Reduction:
-    if len(set(answers)) == 1:
-        return answers[0]
-    return Reduction.UNKNOWN if Reduction.COUPLES not in answers and Reduction.UNKNOWN in answers else Reduction.COUPLES
-
-
-def random_outputs(symbols: Any, numbers: np.random.RandomState) -> Any:
-    """Returns `NUM_ROWS` rows of such outputs: between 0 and 1, which suits probabilities and all else."""
-
-    def random(tensor: Any) -> Any:
-        values = numbers.uniform(0.05, 0.95, (NUM_ROWS, *tensor.shape[1:]))
-        return ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
-
-    return keras.tree.map_structure(random, symbols)
-
-
-def _reduction_in_trial(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Reduction:
-    """Compares a loss of all rows with those of some and of single ones."""
-
-    def values(begin: int, end: int) -> Any:
-        y_t, y_p = keras.tree.map_structure(lambda leaf: leaf[begin:end], (y_true, y_pred))
-        with keras.StatelessScope():
-            return ops.convert_to_numpy(type(loss).call(loss, y_t, y_p)).astype("float64")
-
-    whole, half = values(0, NUM_ROWS), values(0, NUM_ROWS // 2)
-    singles = [values(row, row + 1) for row in range(NUM_ROWS)]
-    if not np.isfinite(whole).all():
-        return Reduction.UNKNOWN
-    if not all(np.isfinite(each).all() for each in (half, *singles)):
-        return Reduction.COUPLES  # a ratio of sums, of which some rows have none: 0 / 0
-    if whole.ndim == 0 and half.ndim == 0 and all(each.ndim == 0 for each in singles):
-        is_mean = _are_equal(whole, np.mean(singles)) and _are_equal(half, np.mean(singles[: NUM_ROWS // 2]))
-        return Reduction.MEAN if is_mean else Reduction.COUPLES
-    if whole.ndim == 0 or len(whole) != NUM_ROWS or any(each.shape != (1, *whole.shape[1:]) for each in singles):
-        return Reduction.COUPLES
-    is_by_rows = _are_equal(whole, np.concatenate(singles)) and _are_equal(whole[: NUM_ROWS // 2], half)
-    return Reduction.BY_ROWS if is_by_rows else Reduction.COUPLES
-
-
-def _are_equal(received: Any, expected: Any) -> bool:
-    return np.shape(received) == np.shape(expected) and bool(np.allclose(received, expected, rtol=1e-5, atol=1e-6))
 
 
 def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, instead: str) -> list[float]:
@@ -247,18 +116,12 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
     # Those that Keras has made of all that `compile` takes, in each of its outputs.
     losses = output_losses(model)
     for loss in losses:
-        reduction = reduction_of(loss)
-        is_one_number = is_weighted or loss.reduction == "sum"  # which of a mean would not add up
-        if reduction is Reduction.UNKNOWN or (reduction is Reduction.MEAN and is_one_number):
-            raise UserError(
-                f"the loss {loss.name} of {model.name}: expected a value for each sample, of which Keras takes the "
-                f"mean. Received: {reduction.value}; {instead}"
-            )
-        if reduction is Reduction.COUPLES or divides_by_what_is_left(loss):
+        # One with `ignore_class` takes the mean of what is left (Keras 3.15).
+        if not is_by_rows(loss) or loss_options(loss).get("ignore_class") is not None:
             raise UserError(
                 f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}, or, where it "
-                "divides by a sum over the batch, as sum(loss * mask) / sum(mask), let it return a value for each "
-                "sample"
+                "returns a value for each sample, which depends on that sample alone, declare it with "
+                "kerasdp.per_sample"
             )
     reductions = {loss.reduction for loss in losses}
     if reductions == {"sum"}:
@@ -272,133 +135,64 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
     return [count / sum(counts) for count in counts]
 
 
+NUM_ROWS = 12
+
+
 def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[keras.Variable]:
     """Returns the variables to which user-defined losses of `compile` assign; they are no model's.
 
     Args:
-        model: as in `try_losses`; so are `targets` and `symbols`.
+        model: its losses built.
+        targets: `NUM_ROWS` rows, NumPy arrays.
+        symbols: the model's outputs, as it gives them: `KerasTensor`s, whose rows do not matter.
     """
+    numbers = np.random.RandomState(0)
+
+    def random(tensor: Any) -> Any:
+        """Returns outputs between 0 and 1, which suits probabilities and all else."""
+        values = numbers.uniform(0.05, 0.95, (NUM_ROWS, *tensor.shape[1:]))
+        return ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
 
     def assigned() -> set[int]:
         with contextlib.suppress(Exception), keras.StatelessScope() as scope:  # on outputs that they may not expect
-            cast(Any, compiled_loss(model))(targets, random_outputs(symbols, np.random.RandomState(0)))
+            cast(Any, compiled_loss(model))(targets, keras.tree.map_structure(random, symbols))
             return set(scope.state_mapping)
         return set()
 
-    with ThreadPoolExecutor(1) as thread:  # as above
+    with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
         found = thread.submit(assigned).result() - set(map(id, compiled_variables(model)[0]))
     variables = [variable for variable in living_variables() if id(variable) in found] if found else []
     return [variable for variable in variables if variable.name != "seed_generator_state"]  # they draw portably
 
 
-# What trials have found out about other metrics: whether their variables are sums over the rows.
-_found_metrics: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]" = weakref.WeakKeyDictionary()
-
-
 def adds_up(metric: keras.metrics.Metric) -> bool:
     """Returns whether updates with some rows of a batch, and with the others, change the variables as one with all."""
     function, options = metric_function(metric)
-    if _is_declared(function, type(metric)):
-        return not any(map(_is_no_number, metric.variables))
+    if _is_declared(function, type(metric)):  # TensorFlow adds no truths up, and one of all rows is no sum
+        return not any(variable.dtype == "bool" for variable in metric.variables)
     if is_of_keras(type(metric)) and function is None:
         return bool(metric.variables)
     is_known = function in BY_ROWS or (inspect.isfunction(function) and is_metric_of_keras(function))
-    if is_of_keras(type(metric)) and is_known:
-        return options.get("axis", -1) == -1
-    return _found_metrics.get(metric, False)
+    return is_of_keras(type(metric)) and is_known and options.get("axis", -1) == -1
 
 
 def are_sums_over_rows(model: keras.Model) -> bool:
     """Returns whether the metrics of a compiled model, once they are built, add up over the rows of a batch."""
-    return type(model).compute_metrics is keras.Model.compute_metrics and not coupling_metrics(model)
+    return type(model).compute_metrics is keras.Model.compute_metrics and not _coupling_metrics(model)
 
 
-def coupling_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+def _coupling_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """Returns the metrics of a compiled model that are not known to add up."""
     return [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
 
 
-def try_metrics(model: keras.Model, targets: Any, outputs: Any, sample_weight: Any) -> None:
-    """Tries the metrics of a compiled model that are not known, and keeps what it finds for `adds_up`.
-
-    They are updated with all of these rows, with some, and with the others. What fails does not add up.
-
-    Args:
-        model: its metrics built.
-        targets: arrays with as many rows as `outputs`.
-        outputs: as the model gives them.
-        sample_weight: likewise, or None.
-    """
-    unknown = coupling_metrics(model)
-    if not unknown:
-        return
-    with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
-        sums = thread.submit(_sums_in_trial, model, (targets, outputs, sample_weight)).result()
-    for metric in unknown:
-        _found_metrics[metric] = bool(metric.variables) and all(
-            sums.get(id(variable), False) for variable in metric.variables
-        )
-
-
-# Values of variables before they are updated in a trial: int8 holds them, too.
-_LARGE = 97
-
-
-def _sums_in_trial(model: keras.Model, data: Any) -> dict[int, bool]:
-    """Returns, by the `id` of each variable, whether what it gets is a sum over the rows."""
-    num_rows = len(keras.tree.flatten(data)[0])
-    cut = num_rows // 2 - 1  # uneven
-    variables = compiled_variables(model)[1]
-    start = [np.zeros(variable.shape) for variable in variables]
-
-    def after(values: list[Any], rows: slice) -> list[Any]:
-        own = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
-        begun = [(variable, ops.convert_to_tensor(value, variable.dtype)) for variable, value in zip(variables, values)]
-        with keras.StatelessScope(begun) as scope:
-            update_compiled_metrics(model, *own)
-        return [ops.convert_to_numpy(scope.get_current_value(variable)) for variable in variables]
-
-    try:
-        whole, first = after(start, slice(0, num_rows)), after(start, slice(0, cut))
-        second = after(start, slice(cut, num_rows))
-        # From large numbers on: a product or a minimum stays 0 where it begins at 0, as sums of nothing do.
-        in_turn = after([value + _LARGE for value in first], slice(cut, num_rows))
-    except Exception:  # user-defined, on outputs that it may not expect
-        return {}
-    return {
-        id(variable): bool(
-            not _is_no_number(variable)
-            and np.isfinite(parts).all()
-            and _are_equal_sums(parts[0], parts[1] + parts[2])
-            and _are_equal_sums(parts[0] + _LARGE, parts[3])
-        )
-        for variable, *parts in zip(variables, whole, first, second, in_turn)
-    }
-
-
-def _is_no_number(variable: keras.Variable) -> bool:
-    """Returns whether a variable holds truths: TensorFlow adds none up, and one of all rows is no sum."""
-    return variable.dtype == "bool"
-
-
-def _are_equal_sums(received: Any, expected: Any) -> bool:
-    largest = max(np.abs(expected).max(initial=0.0), 1.0)  # AUC's are differences of such numbers
-    return bool(np.allclose(received, expected, rtol=0.0, atol=1e-5 * largest))
-
-
-def reasons_to_gather(model: keras.Model, *, is_weighted: bool) -> list[str]:
-    """Returns what of a compiled model needs the outputs of the whole batch, with the reason; nothing, it may be.
-
-    `is_weighted`: whether the samples have weights.
-    """
-    reasons = [
-        f"the loss {loss.name} ({reduction.value})"
-        for loss, reduction in _coupling_losses(model, is_weighted=is_weighted)
-    ]
+def reasons_to_gather(model: keras.Model) -> list[str]:
+    """Returns what of a compiled model needs the outputs of the whole batch, with the reason; nothing, it may be."""
+    reasons = [f"the loss {loss.name} (not known to count each sample by itself)" for loss in _coupling_losses(model)]
     for name in ("compute_loss", "compute_metrics"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             reasons = [*(reasons if name == "compute_metrics" else ()), f"{name} of {type(model).__name__}"]
-    return reasons + [f"the metric {metric.name} (not known to add up)" for metric in coupling_metrics(model)]
+    return reasons + [f"the metric {metric.name} (not known to add up)" for metric in _coupling_metrics(model)]
 
 
 # Rows of the calls that tell what is a mean, and by how much its halves must differ to tell anything.
