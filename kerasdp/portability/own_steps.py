@@ -21,7 +21,6 @@ from kerasdp.keras_compat.models import as_keras_gives, hooked_steps, losses_of_
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.portability import replica_context
-from kerasdp.portability.layer_calls import keep
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.portability.replica_context import RowAxes, use
 from kerasdp.portability.row_search import (
@@ -241,7 +240,7 @@ def find_rows_of_step(
         left = [axes]  # for the first replica of this process; the others see the same
 
         def trial() -> None:
-            context = trial_context(left.pop() if left else Whole(), rows, keep)
+            context = trial_context(left.pop() if left else Whole(), rows, is_own_step=True)
             share = Share(rows=context.num_rows, total_rows=context.num_rows, build=build, is_trial=True)
             with use(context), portable_draws(UNNAMED):
                 run(model, name, rows_of(data, rows), share)

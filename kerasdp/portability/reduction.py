@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import has_mask, is_of_keras, living_variables
+from kerasdp.keras_compat.layers import is_of_keras, living_variables
 from kerasdp.keras_compat.models import (
     compiled_loss,
     compiled_metrics,
@@ -23,8 +23,6 @@ from kerasdp.keras_compat.models import (
     metric_function,
     output_losses,
 )
-from kerasdp.keras_compat.patches import step_with
-from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes
 
 # Keras' functions (3.15) that give a loss for each row, and nothing about rows taken together (as `dice`).
 BY_ROWS = {
@@ -193,85 +191,3 @@ def reasons_to_gather(model: keras.Model) -> list[str]:
         if getattr(type(model), name) is not getattr(keras.Model, name):
             reasons = [*(reasons if name == "compute_metrics" else ()), f"{name} of {type(model).__name__}"]
     return reasons + [f"the metric {metric.name} (not known to add up)" for metric in _coupling_metrics(model)]
-
-
-# Rows of the calls that tell what is a mean, and by how much its halves must differ to tell anything.
-_TRIAL_ROWS, _LEAST_DIFFERENCE = 32, 0.01
-# For float16 and bfloat16 ten of the last bits. Too strict costs a recomputation; too loose costs accuracy.
-_TOLERANCES = {"float32": 1e-5, "float64": 1e-10, "float16": 0.005, "bfloat16": 0.04}
-
-
-def is_mean_over_rows(layer: keras.layers.Layer, arguments: Any, axes: RowAxes) -> bool:
-    """Returns whether what a layer adds surely is a mean over the rows: it is tried, with random weights and inputs.
-
-    Args:
-        layer: built, and made `portable`.
-        arguments: of a call, for their shapes and sizes.
-        axes: where the rows are in them.
-    """
-    known = iter(axes.of(("arguments", id(layer))))
-    places = [next(known) if ops.is_tensor(leaf) else None for leaf in keras.tree.flatten(arguments)]
-    if any(place not in (None, FIRST) for place in places) or any(map(has_mask, keras.tree.flatten(arguments))):
-        return False
-    with contextlib.suppress(Exception):  # user-defined, on numbers that it may not expect
-        return all(_is_mean_in_trial(layer, arguments, places, np.random.RandomState(seed)) for seed in range(3))
-    return False
-
-
-def _is_mean_in_trial(layer: keras.layers.Layer, arguments: Any, axes: list[Any], random: Any) -> bool:
-    def numbers_like(tensor: Any, shape: tuple[int, ...]) -> Any:
-        array = ops.convert_to_numpy(ops.stop_gradient(ops.cast(tensor, "float32"))).astype("float64")
-        return random.normal(0.0, float(np.sqrt(np.mean(np.square(array)))) or 0.1, shape)
-
-    def rows_like(leaf: Any) -> Any:
-        """Returns other rows than those of the sample, which may all be full where others are padded, say."""
-        shape, name = (_TRIAL_ROWS, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype)
-        if "float" in name:
-            numbers = numbers_like(leaf, shape)
-            numbers[_TRIAL_ROWS // 2 :] *= 2  # for halves that differ
-            for length in range(1, len(shape) + 1):  # rows, tokens and numbers that are zero
-                sizes = shape[:length] + (1,) * (len(shape) - length)
-                numbers = numbers * (random.uniform(size=sizes) >= 0.15)
-            return ops.convert_to_tensor(numbers, dtype=leaf.dtype)
-        largest = 1 if name == "bool" else max(int(ops.convert_to_numpy(leaf).max()), 1)
-        return ops.convert_to_tensor(random.randint(0, largest + 1, shape), dtype=leaf.dtype)
-
-    leaves = [leaf if axis is None else rows_like(leaf) for leaf, axis in zip(keras.tree.flatten(arguments), axes)]
-    values = [
-        (weight, ops.convert_to_tensor(numbers_like(weight.value, weight.shape), dtype=weight.dtype))
-        for weight in layer.trainable_variables
-    ] + [(variable, ops.copy(variable.value)) for variable in layer.non_trainable_variables]
-
-    def losses(first: int, end: int) -> list[Any]:
-        own = [leaf if axis is None else leaf[first:end] for leaf, axis in zip(leaves, axes)]
-        args, kwargs = keras.tree.pack_sequence_as(arguments, own)
-        size = end - first
-        found: list[Any] = []
-
-        def take(_: ReplicaContext, adding: keras.layers.Layer, loss: Any, add: Any) -> None:
-            if adding is layer:
-                found.extend(keras.tree.flatten(loss))
-
-        context = ReplicaContext(
-            num_replicas=1, num_rows=size, rows=size, first_row=first, total_rows=_TRIAL_ROWS, is_trial=True,
-            adds=take, is_whole=True, calling=[layer],
-        )  # fmt: skip
-        with step_with(replica=context, record=None), keras.StatelessScope(values):
-            keras.Operation.__call__(layer, *args, **kwargs)
-        return found
-
-    half = _TRIAL_ROWS // 2
-    parts = losses(0, _TRIAL_ROWS), losses(0, half), losses(half, _TRIAL_ROWS)
-    is_alike = len(parts[0]) == len(parts[1]) == len(parts[2]) > 0
-    return is_alike and all(map(_is_mean_of, *parts))
-
-
-def _is_mean_of(whole: Any, first: Any, second: Any) -> bool:
-    name = keras.backend.standardize_dtype(whole.dtype)
-    tolerance, wide = _TOLERANCES.get(name, 0.0), keras.backend.result_type(name, "float32")
-    # TensorFlow (2.21) makes no array of one number in bfloat16.
-    parts = [ops.convert_to_numpy(ops.cast(ops.stop_gradient(each), wide)) for each in (whole, first, second)]
-    numbers = [float(np.sum(part)) for part in parts]
-    size = max(map(abs, numbers))
-    is_telling = np.isfinite(numbers).all() and abs(numbers[1] - numbers[2]) > _LEAST_DIFFERENCE * size
-    return bool(is_telling and abs(numbers[0] - (numbers[1] + numbers[2]) / 2) <= tolerance * size)

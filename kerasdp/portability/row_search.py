@@ -17,10 +17,9 @@ from keras import ops
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.portability.layer_calls import AddedLosses, Found, hook_layers, keep
+from kerasdp.portability.layer_calls import Found, hook_layers
 from kerasdp.portability.random import portable_draws
-from kerasdp.portability.reduction import is_mean_over_rows
-from kerasdp.portability.replica_context import FIRST, Adding, ReplicaContext, RowAxes, RowAxis, use
+from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes, RowAxis, use
 from kerasdp.runtime import lines
 from kerasdp.runtime.device_errors import explained
 from kerasdp.runtime.model_cache import ModelCache
@@ -81,7 +80,7 @@ def context_of(
         # The moving statistics of a micro-batch move before the next one.
         moving=[] if total_rows is None else None,
         is_micro_batch=total_rows is not None,
-        adds=AddedLosses(row_axes) if step == "call" else keep,
+        is_own_step=step != "call",
     )
 
 
@@ -217,7 +216,7 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
 
     found, outputs = Found(), None
     keeping: dict[int, list[keras.Variable]] = {}
-    known = row_axes_of(model).mixing + ([] if mixing is None else [mixing])
+    known = row_axes_of(model).mixing | ({} if mixing is None else {id(mixing): mixing})
 
     def call(axes: RowAxes, rows: slice, inputs: Any = inputs) -> None:
         nonlocal outputs
@@ -233,7 +232,7 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
         ):  # where are the rows in what they get?
             if found.assigning:
                 keeping.update(_keeping(inputs, found, call))
-            found.whole = {*keeping, *map(id, known)}
+            found.whole = {*keeping, *known}
             found.known = {*found.adding, *found.whole}
             axes.tensors.clear()
             call(axes, rows)
@@ -241,12 +240,8 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
     find_row_axes_of(model, "call", call_again_if_some_need_all_rows)
     axes = row_axes_of(model)
     axes.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
-    axes.keeping, axes.mixing = keeping, known
+    axes.adding, axes.keeping, axes.mixing = found.adding, keeping, known
     axes.assigning = [(layer, list(variables.values())) for layer, variables in found.assigning.values()]
-    for key, layer in found.adding.items():
-        arguments = found.arguments.get(key)
-        is_mean = arguments is not None and is_mean_over_rows(layer, arguments, axes)
-        axes.adding[key] = Adding(layer, is_mean)
 
 
 # By how much the numbers of inputs are multiplied in the trials that tell what a layer keeps of them.
@@ -312,19 +307,17 @@ def find_row_axes_of(
 
 
 @contextlib.contextmanager
-def trial(
-    model: keras.Model, axes: RowAxes, rows: slice, adds: Callable[..., None] | None = None
-) -> Iterator[ReplicaContext]:
+def trial(model: keras.Model, axes: RowAxes, rows: slice, found: Found | None = None) -> Iterator[ReplicaContext]:
     """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged.
 
-    `adds`: see `ReplicaContext`.
+    `found`: see `ReplicaContext`. None: these are the rows of a micro-batch.
     """
-    context = trial_context(axes, rows, adds)
+    context = trial_context(axes, rows, found=found, is_micro_batch=found is None)
     hook_layers()
     # No draws but those that layers make portable.
     with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)) as scope:
-        if isinstance(adds, Found):
-            adds.scope = scope
+        if found is not None:
+            found.scope = scope
         yield context
 
 
@@ -353,8 +346,8 @@ def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterat
         ) from error
 
 
-def trial_context(axes: RowAxes, rows: slice, adds: Callable[..., None] | None) -> ReplicaContext:
-    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are; `adds`: as it says."""
+def trial_context(axes: RowAxes, rows: slice, **fields: Any) -> ReplicaContext:
+    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are, with these fields."""
     num_rows = rows.stop - rows.start
     return ReplicaContext(
         num_replicas=NUM_ROWS // num_rows,
@@ -364,7 +357,7 @@ def trial_context(axes: RowAxes, rows: slice, adds: Callable[..., None] | None) 
         total_rows=NUM_ROWS,
         row_axes=axes,
         is_trial=True,
-        adds=adds,
+        **fields,
     )
 
 

@@ -167,15 +167,13 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
                 "after the other: train with --strategy=data and without --accumulate"
             )
         called = {layer.name: "keeps what it sees of" for layer, _ in axes.assigning if id(layer) in axes.keeping}
-        called |= {
-            each.layer.name: "adds a loss that is no mean over" for each in axes.adding.values() if not each.is_mean
-        }
+        called |= {layer.name: "adds a loss of" for layer in axes.adding.values()}
         if called and strategy.splits_batches and strategy.processes.rank == 0:
             name, reason = next(iter(called.items()))
             others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
             report.warn(
                 f"layer {name}{others} of {model.name} {reason} the samples: each device computes it for the whole "
-                "batch, which takes time"
+                "batch, which takes time; where that is much, let a small layer of its own do it"
             )
 
 
