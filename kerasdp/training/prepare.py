@@ -28,13 +28,12 @@ from kerasdp.keras_compat.models import (
     portable_steps,
     symbols_of,
 )
-from kerasdp.portability.own_steps import find_rows_of_step, leave_unchanged, refuse_next_values, title_of
+from kerasdp.portability.global_batch import NUM_ROWS as NUM_ROWS_TRIED
+from kerasdp.portability.global_batch import is_loss_of_keras, reasons_to_gather, state_of_losses
+from kerasdp.portability.own_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
 from kerasdp.portability.portable import batch_norms, portable
-from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
-from kerasdp.portability.reduction import is_loss_of_keras, reasons_to_gather, state_of_losses
 from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
-from kerasdp.portability.step_parts import find_parts
 from kerasdp.reporting import report
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.sharding import bytes_of_number

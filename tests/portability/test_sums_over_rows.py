@@ -10,7 +10,7 @@ from keras import losses, metrics, ops
 import kerasdp
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import output_losses
-from kerasdp.portability.reduction import BY_ROWS, adds_up, is_by_rows, shares_of
+from kerasdp.portability.global_batch import BY_ROWS, adds_up, is_by_rows, shares_of
 
 ROWS = 12
 NUMBERS = np.random.RandomState(0)
