@@ -1,8 +1,8 @@
 """Makes the calls of all layers: the one place where something is done before and after what a layer does itself.
 
 Random layers draw portably; what a step records is told. On several replicas, a layer that adds losses (`add_loss`),
-that assigns to a variable what it sees of the rows (a running maximum, a codebook), or mixes them, is called on all
-rows, as on one device: its arguments are gathered, and of its outputs the replica takes its own rows. Activity
+that assigns to a variable (a running maximum, a codebook), or mixes the rows, is called on all of them, as on one
+device: its arguments are gathered, and of its outputs the replica takes its own rows. Activity
 regularizers see the gathered outputs.
 """
 
@@ -33,24 +33,31 @@ class Found:
     Attributes:
         adding: layers by `id`.
         assigning: layers by `id`, each with the variables of the model to which it, and no layer within it, assigns.
-        known: the layers, by `id`, that are asked where the rows are in their arguments and outputs.
-        whole: those of them that will be called with all rows, whatever they add, and so will the layers within.
+        whole: the layers, by `id`, that will be called with all rows, and so will the layers within: it is asked where
+            the rows are in their arguments and outputs.
         scope: of the trial: its current values are what was assigned.
     """
 
     def __init__(self) -> None:
         self.adding: dict[int, keras.layers.Layer] = {}
         self.assigning: dict[int, tuple[keras.layers.Layer, dict[int, keras.Variable]]] = {}
-        self.known: set[int] = set()
         self.whole: set[int] = set()
         self.scope = keras.StatelessScope()
         self._assigned: dict[int, Any] = {}
+
+    def keeping(self) -> dict[int, list[keras.Variable]]:
+        """Returns, by the `id` of layers, the variables to which they assign what may depend on the rows."""
+        return {
+            key: list(variables.values())
+            for key, (layer, variables) in self.assigning.items()
+            if not isinstance(layer, keras.layers.SpectralNormalization)  # which assigns what depends on weights alone
+        }
 
     def call(
         self, call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Calls a layer, and notes what it does."""
-        is_asked = id(layer) in self.known and not any(id(outer) in self.whole for outer in context.calling[:-1])
+        is_asked = id(layer) in self.whole and not any(id(outer) in self.whole for outer in context.calling[:-1])
         if is_asked:
             _row_axes_in("arguments", layer, context, (args, kwargs))
         seeds = {id(variable) for variable in seed_variables(layer)}
@@ -177,7 +184,9 @@ def _call_on_replica(
     with use(context.of_whole()):
         outputs = call(*args, **kwargs)
     for variable in axes_known.keeping.get(id(layer), ()):
-        if context.gather is not None and "float" in keras.backend.standardize_dtype(variable.dtype):
+        is_float = "float" in keras.backend.standardize_dtype(variable.dtype)
+        # Torch differentiates with what a trained weight is now.
+        if context.gather is not None and is_float and not variable.trainable:
             # All replicas computed it, on GPUs with sums in any order.
             variable.assign(context.gather(ops.stop_gradient(ops.convert_to_tensor(variable)))[0])
     return each(context.own_part, "outputs", outputs)

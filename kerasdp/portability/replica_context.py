@@ -94,10 +94,10 @@ class RowAxes:
 
     Attributes:
         adding: the layers that add losses, by `id`.
-        keeping: by `id`, of each layer that assigns to variables what it sees of the rows, these variables.
+        keeping: by `id`, of each layer that may assign to variables what it sees of the rows, these variables.
         mixing: layers that mix the samples of a batch, by `id`.
         checked: what was compared with the whole batch, with these: `"outputs"`, and `"loss"` of these.
-        assigning: the layers that assign to variables, each with these, whatever they assign.
+        assigning: the layers that assign to variables, each with these.
         outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
 

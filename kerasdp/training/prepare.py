@@ -165,13 +165,13 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
                 f"layer {layer.name} assigns to {variables[0].path} in its call, which here sees one micro-batch "
                 "after the other: train with --strategy=data and without --accumulate"
             )
-        called = {layer.name: "keeps what it sees of" for layer, _ in axes.assigning if id(layer) in axes.keeping}
-        called |= {layer.name: "adds a loss of" for layer in axes.adding.values()}
+        called = {layer.name: "assigns to a variable" for layer, _ in axes.assigning if id(layer) in axes.keeping}
+        called |= {layer.name: "adds a loss" for layer in axes.adding.values()}
         if called and strategy.splits_batches and strategy.processes.rank == 0:
             name, reason = next(iter(called.items()))
             others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
             report.warn(
-                f"layer {name}{others} of {model.name} {reason} the samples: each device computes it for the whole "
+                f"layer {name}{others} of {model.name} {reason} in its call: each device computes it for the whole "
                 "batch, which takes time; where that is much, let a small layer of its own do it"
             )
 

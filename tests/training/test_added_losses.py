@@ -61,7 +61,7 @@ def test_losses_of_halves_are_added(backend, count, precision):
         pairs = numbers(received[case]["steps"])[:num_steps], numbers(expected[case]["steps"])[:num_steps]
         np.testing.assert_allclose(*pairs, rtol=0.03, err_msg=case)
     assert np.isfinite(numbers(received)).all()
-    named = [line.split()[2] for line in done.stderr.splitlines() if "adds a loss of the samples" in line]
+    named = [line.split()[2] for line in done.stderr.splitlines() if "adds a loss in its call" in line]
     assert named == (["sampling", "regularized"] if count > 1 and backend != "jax" else [])
 
 
