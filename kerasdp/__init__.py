@@ -61,7 +61,7 @@ _MODULES = {
     "load_model": "kerasdp.checkpoint.trained",
     "main": "kerasdp.cli.main",
     "make_optimizer": "kerasdp.training.optimizers",
-    "per_sample": "kerasdp.portability.reduction",
+    "per_sample": "kerasdp.portability.global_batch",
     "portable": "kerasdp.portability.portable",
     "portable_step": "kerasdp.portability.gradients",
     "value_and_grad": "kerasdp.portability.gradients",

@@ -38,6 +38,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
     config = runner.config
     data = kerasdp.load_data(config)
 
+    @kerasdp.per_sample
     def squared_error(labels: Any, outputs: Any) -> Any:
         return keras.losses.mean_squared_error(keras.ops.one_hot(labels, data.num_classes), outputs)
 

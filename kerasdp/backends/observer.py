@@ -116,9 +116,9 @@ def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
         yield outputs
     axes = row_axes_of(model)
     added = [
-        (f"{each.layer.name}, in what it adds to the loss", loss)
-        for each in axes.adding.values()
-        for loss in added_losses(each.layer)
+        (f"{layer.name}, in what it adds to the loss", loss)
+        for layer in axes.adding.values()
+        for loss in added_losses(layer)
     ]
     assigned = [
         (f"{layer.name}, in what it assigns to {variable.path}", variable.value)

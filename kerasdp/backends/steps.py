@@ -218,7 +218,7 @@ class Replica(abc.ABC):
         """Returns what a training step on this batch computes, one after the other."""
         import keras
 
-        from kerasdp.portability.reduction import shares_of
+        from kerasdp.portability.global_batch import shares_of
 
         total_rows, is_weighted = len(batch.indices), batch.sample_weight is not None
         micro_batches = self.training_split().micro_batches(total_rows)

@@ -11,8 +11,8 @@ from kerasdp.keras_compat.layers import has_mask
 from kerasdp.keras_compat.models import inputs_structure, outputs_structure
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.pipeline.partition import Stage, functional, imbalance, split, table
+from kerasdp.portability.global_batch import shares_of
 from kerasdp.portability.own_steps import refuse_next_values
-from kerasdp.portability.reduction import shares_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,9 @@
 """Makes the calls of all layers: the one place where something is done before and after what a layer does itself.
 
-Random layers draw portably; what a step records is told. On several replicas, the losses that layers add (`add_loss`)
-become those of the global batch, as on one device: what is a mean over the rows is averaged over the replicas, where
-these have equally many. A layer that adds anything else (a sum; the product of two means by which experts are balanced;
-an uneven batch), that assigns to a variable what it sees of the rows (a running maximum, a codebook), or mixes them, is
-called on all rows: its arguments are gathered, and of its outputs the replica takes its own rows. Activity regularizers
-see the gathered outputs.
+Random layers draw portably; what a step records is told. On several replicas, a layer that adds losses (`add_loss`),
+that assigns to a variable (a running maximum, a codebook), or mixes the rows, is called on all of them, as on one
+device: its arguments are gathered, and of its outputs the replica takes its own rows. Activity
+regularizers see the gathered outputs.
 """
 
 import functools
@@ -23,71 +21,45 @@ from kerasdp.keras_compat.patches import current_step
 from kerasdp.keras_compat.random import draws_portably, given_seed_generator
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.remat import call_for_remat
-from kerasdp.portability.replica_context import ReplicaContext, RowAxes, use
+from kerasdp.portability.replica_context import ReplicaContext, use
 
-# The call of a layer, and what Keras' `add_loss` of a layer does with a loss.
+# The call of a layer.
 Call = Callable[..., Any]
-Add = Callable[[Any], None]
-
-
-class AddedLosses:
-    """Takes what layers add in a forward pass of one replica: `ReplicaContext.adds`."""
-
-    def __init__(self, axes: RowAxes):
-        """`axes`: know the layers that add losses, and those that keep something of the batch."""
-        self.axes = axes
-
-    def needs_whole(self, layer: keras.layers.Layer, context: ReplicaContext) -> bool:
-        """Returns whether a layer is to be called with the rows of all replicas."""
-        if not context.replicas or context.is_micro_batch:  # it is called by one that is
-            return False
-        adding = self.axes.adding.get(id(layer))
-        is_exact = adding is None or (adding.is_mean and context.is_even)
-        return not is_exact or id(layer) in self.axes.keeping or any(layer is each for each in self.axes.mixing)
-
-    def __call__(self, context: ReplicaContext, layer: keras.layers.Layer, loss: Any, add: Add) -> None:
-        """Takes a loss; see `_take_added_loss`."""
-        if id(layer) not in self.axes.adding:
-            raise UserError(
-                f"layer {layer.name} adds a loss that it did not add when the model was first called, in training, on "
-                "a few rows: let it add one in each call in training, zero maybe, or train on one device"
-            )
-        add(keras.tree.map_structure(functools.partial(_mean_of_replicas, context), loss))
 
 
 class Found:
-    """Finds, in trials, the layers that add losses, and those that assign to variables: `ReplicaContext.adds`.
+    """Finds, in trials, the layers that add losses, and those that assign to variables: `ReplicaContext.found`.
 
     Attributes:
         adding: layers by `id`.
         assigning: layers by `id`, each with the variables of the model to which it, and no layer within it, assigns.
-        arguments: of the first call of each of `known`, by `id`.
-        known: the layers, by `id`, that are asked where the rows are in their arguments and outputs.
-        whole: those of them that will be called with all rows, whatever they add, and so will the layers within.
+        whole: the layers, by `id`, that will be called with all rows, and so will the layers within: it is asked where
+            the rows are in their arguments and outputs.
         scope: of the trial: its current values are what was assigned.
     """
 
     def __init__(self) -> None:
         self.adding: dict[int, keras.layers.Layer] = {}
         self.assigning: dict[int, tuple[keras.layers.Layer, dict[int, keras.Variable]]] = {}
-        self.arguments: dict[int, Any] = {}
-        self.known: set[int] = set()
         self.whole: set[int] = set()
         self.scope = keras.StatelessScope()
         self._assigned: dict[int, Any] = {}
 
-    def __call__(self, context: ReplicaContext, layer: keras.layers.Layer, loss: Any, add: Add) -> None:
-        """Takes a loss; see `_take_added_loss`."""
-        self.adding.setdefault(id(layer), layer)
+    def keeping(self) -> dict[int, list[keras.Variable]]:
+        """Returns, by the `id` of layers, the variables to which they assign what may depend on the rows."""
+        return {
+            key: list(variables.values())
+            for key, (layer, variables) in self.assigning.items()
+            if not isinstance(layer, keras.layers.SpectralNormalization)  # which assigns what depends on weights alone
+        }
 
     def call(
         self, call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Calls a layer, and notes what it does."""
-        is_asked = id(layer) in self.known and not any(id(outer) in self.whole for outer in context.calling[:-1])
+        is_asked = id(layer) in self.whole and not any(id(outer) in self.whole for outer in context.calling[:-1])
         if is_asked:
             _row_axes_in("arguments", layer, context, (args, kwargs))
-            self.arguments.setdefault(id(layer), (args, kwargs))
         seeds = {id(variable) for variable in seed_variables(layer)}
         variables = [variable for variable in layer.variables if id(variable) not in seeds]
         before = [self.scope.get_current_value(variable) for variable in variables]
@@ -100,11 +72,6 @@ class Found:
         if is_asked:
             _row_axes_in("outputs", layer, context, outputs)
         return outputs
-
-
-def keep(context: ReplicaContext, layer: keras.layers.Layer, loss: Any, add: Add) -> None:
-    """Lets Keras take a loss: in user-defined steps, whose losses are their own affair."""
-    add(loss)
 
 
 def hook_layers() -> None:
@@ -176,7 +143,7 @@ def _make_known_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs
             outputs = _call_on_replica(call, layer, context, args, kwargs)
         finally:
             context.calling.pop()
-        if layer.activity_regularizer is not None and context.adds is not keep:
+        if layer.activity_regularizer is not None and not context.is_own_step:
             context.regularized[id(layer)] = [
                 _penalty(layer, context, output) for output in keras.tree.flatten(outputs) if ops.is_tensor(output)
             ]
@@ -196,11 +163,13 @@ def _call_with_portable_draws(call: Call, layer: Any, *args: Any, **kwargs: Any)
 def _call_on_replica(
     call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a layer on this replica's rows; on all rows where what it adds or keeps is of all of them."""
-    adds = context.adds
-    if isinstance(adds, Found):
-        return adds.call(call, layer, context, args, kwargs)
-    if not isinstance(adds, AddedLosses) or not adds.needs_whole(layer, context):
+    """Calls a layer on this replica's rows; on all rows where what it gives, adds or keeps is of all of them."""
+    axes_known = context.row_axes
+    if context.found is not None:
+        return context.found.call(call, layer, context, args, kwargs)
+    # Of a micro-batch, which knows no other rows, nothing is gathered; nor within a layer that is called on all rows.
+    is_some = bool(context.replicas) and not context.is_micro_batch
+    if axes_known is None or not is_some or not axes_known.couples(layer):
         return call(*args, **kwargs)
 
     def each(function: Callable[[Any, Any], Any], kind: str, tensors: Any) -> Any:
@@ -214,8 +183,10 @@ def _call_on_replica(
     args, kwargs = each(gather, "arguments", (args, kwargs))
     with use(context.of_whole()):
         outputs = call(*args, **kwargs)
-    for variable in adds.axes.keeping.get(id(layer), ()):
-        if context.gather is not None and "float" in keras.backend.standardize_dtype(variable.dtype):
+    for variable in axes_known.keeping.get(id(layer), ()):
+        is_float = "float" in keras.backend.standardize_dtype(variable.dtype)
+        # Torch differentiates with what a trained weight is now.
+        if context.gather is not None and is_float and not variable.trainable:
             # All replicas computed it, on GPUs with sums in any order.
             variable.assign(context.gather(ops.stop_gradient(ops.convert_to_tensor(variable)))[0])
     return each(context.own_part, "outputs", outputs)
@@ -230,14 +201,6 @@ def _row_axes_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext, 
     ]
 
 
-def _mean_of_replicas(context: ReplicaContext, loss: Any) -> Any:
-    """Averages a number over the replicas, with the gradient for weights whose gradients are averaged as well."""
-    if context.gather is None:
-        return loss
-    wide = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-    return ops.cast(ops.mean(context.gather(wide), axis=0), loss.dtype)
-
-
 def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) -> Any:
     """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device.
 
@@ -246,7 +209,7 @@ def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) ->
     axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
     whole, rows = context.whole(output, axis), output.shape[0]
     penalty = layer.activity_regularizer(whole) / whole.shape[0]  # by the samples, as Keras does
-    if isinstance(context.adds, AddedLosses):
+    if context.penalties is None:
         return ops.divide_no_nan(penalty * rows, ops.cast(rows, penalty.dtype))
     context.penalties.append(penalty)
     return ops.zeros(())
@@ -261,27 +224,39 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
         loss: scalar tensors.
     """
     context: ReplicaContext | None = current_step().replica
-    add: Add = functools.partial(add_loss, layer)
-    if (adding := current_step().adding) is not None:
+    if context is not None and context.rows is not None:
+        if penalties := context.regularized.get(id(layer)):  # Keras adds what its activity regularizer gave
+            loss = penalties.pop(0)
+        elif context.is_micro_batch:
+            raise UserError(
+                f"layer {layer.name} calls add_loss, with which it would count only one micro-batch: move that loss "
+                "into the model's loss, or train with --strategy=data and without --accumulate"
+            )
+        else:
+            # The call that can be repeated, also where that of the layer was called past Keras.
+            adding = context.calling[-1] if context.calling else layer
+            if context.found is not None:
+                context.found.adding.setdefault(id(adding), adding)
+                return
+            _require_known(adding, context)
+    add = functools.partial(add_loss, layer)
+    if (added := current_step().adding) is not None:
         keras_add = add
-        add = lambda loss: adding.append((keras_add, loss))  # noqa: E731
-    if context is None or not context.is_trial:  # a trial asks how exact it is
-        add = functools.partial(_add_in_float32, add)
-    if context is None or context.rows is None:
-        add(loss)
-    elif penalties := context.regularized.get(id(layer)):  # Keras adds what its activity regularizer gave
-        add(penalties.pop(0))
-    elif context.is_micro_batch or context.adds is None:
+        add = lambda loss: added.append((keras_add, loss))  # noqa: E731
+    _add_in_float32(add, loss)
+
+
+def _require_known(layer: keras.layers.Layer, context: ReplicaContext) -> None:
+    """Raises `UserError` for a layer that adds a loss, but did not when the model was tried."""
+    axes = context.row_axes
+    if not context.is_own_step and axes is not None and id(layer) not in axes.adding:
         raise UserError(
-            f"layer {layer.name} calls add_loss, with which it would count only one micro-batch: move that loss into "
-            "the model's loss, or train with --strategy=data and without --accumulate"
+            f"layer {layer.name} adds a loss that it did not add when the model was first called, in training, on "
+            "a few rows: let it add one in each call in training, zero maybe, or train on one device"
         )
-    else:
-        # The call that can be repeated, also where that of the layer was called past Keras.
-        context.adds(context, context.calling[-1] if context.calling else layer, loss, add)
 
 
-def _add_in_float32(add: Add, loss: Any) -> None:
+def _add_in_float32(add: Callable[[Any], None], loss: Any) -> None:
     """Adds a loss in float16 or bfloat16 as float32, as which jax and torch add it to the model's own.
 
     Keras (3.15) leaves penalties of activities in the type of the activities, and TensorFlow refuses to add the two.

@@ -86,19 +86,6 @@ class RowAxis(NamedTuple):
 FIRST = RowAxis()
 
 
-@dataclasses.dataclass(frozen=True)
-class Adding:
-    """A layer that adds losses (`add_loss`).
-
-    Args:
-        layer: that is meant.
-        is_mean: whether what it adds surely is a mean over the rows.
-    """
-
-    layer: Any
-    is_mean: bool
-
-
 class RowAxes:
     """Where the rows are in all that needs to know: random draws, batch statistics, activity penalties, outputs.
 
@@ -107,21 +94,25 @@ class RowAxes:
 
     Attributes:
         adding: the layers that add losses, by `id`.
-        keeping: by `id`, of each layer that assigns to variables what it sees of the rows, these variables.
-        mixing: layers that mix the samples of a batch.
+        keeping: by `id`, of each layer that may assign to variables what it sees of the rows, these variables.
+        mixing: layers that mix the samples of a batch, by `id`.
         checked: what was compared with the whole batch, with these: `"outputs"`, and `"loss"` of these.
-        assigning: the layers that assign to variables, each with these, whatever they assign.
+        assigning: the layers that assign to variables, each with these.
         outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, list[RowAxis | None]] = {}
-        self.adding: dict[int, Adding] = {}
+        self.adding: dict[int, Any] = {}
         self.keeping: dict[int, list[Any]] = {}
-        self.mixing: list[Any] = []
+        self.mixing: dict[int, Any] = {}
         self.checked: set[str] = set()
         self.assigning: list[tuple[Any, list[Any]]] = []
         self.outputs: Any = None
+
+    def couples(self, layer: Any) -> bool:
+        """Returns whether what a layer gives, adds or keeps depends on rows taken together."""
+        return any(id(layer) in layers for layers in (self.adding, self.keeping, self.mixing))
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same for all of them.
@@ -175,9 +166,10 @@ class ReplicaContext:
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
             whole micro-batch, without padding, that one program computes.
         everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
-        penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss.
-        adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
-            that is refused.
+        penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss. None:
+            there is no pipeline.
+        found: takes what layers add and assign in a trial; None outside of one.
+        is_own_step: whether this is a user-defined step, whose losses are its own affair.
         is_whole: whether this is the call of a layer on the global batch.
         is_micro_batch: whether these rows are some of a micro-batch: no layer sees more than that.
         calling: the layers that are being called, the innermost one last.
@@ -198,8 +190,9 @@ class ReplicaContext:
     weight: float = 1.0
     gather_rows: Callable[[Any], Any] | None = None
     everywhere: Callable[[Any], Any] | None = None
-    penalties: list[Any] = dataclasses.field(default_factory=list)
-    adds: Callable[[Any, Any, Any, Callable[[Any], None]], None] | None = None
+    penalties: list[Any] | None = None
+    found: Any = None
+    is_own_step: bool = False
     is_whole: bool = False
     is_micro_batch: bool = False
     calling: list[Any] = dataclasses.field(default_factory=list)
@@ -211,11 +204,6 @@ class ReplicaContext:
     def has_empty_replica(self) -> bool:
         """Returns whether some replica has padding alone."""
         return not all(each.num_rows for each in self.replicas)
-
-    @property
-    def is_even(self) -> bool:
-        """Returns whether all replicas have equally many rows, and no padding."""
-        return {each.num_rows for each in self.replicas} == {self.replicas[0].size}
 
     def row_axis(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowAxis | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same on all replicas.
@@ -256,7 +244,7 @@ class ReplicaContext:
         """Returns the context in which a layer is computed again: as it is now, and nothing comes into this one."""
         return dataclasses.replace(
             self,
-            penalties=[],
+            penalties=None if self.penalties is None else [],
             calling=[*self.calling],
             regularized={},
             moving=None if self.moving is None else [],

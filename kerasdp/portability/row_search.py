@@ -17,10 +17,9 @@ from keras import ops
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.portability.layer_calls import AddedLosses, Found, hook_layers, keep
+from kerasdp.portability.layer_calls import Found, hook_layers
 from kerasdp.portability.random import portable_draws
-from kerasdp.portability.reduction import is_mean_over_rows
-from kerasdp.portability.replica_context import FIRST, Adding, ReplicaContext, RowAxes, RowAxis, use
+from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes, RowAxis, use
 from kerasdp.runtime import lines
 from kerasdp.runtime.lines import explained
 from kerasdp.runtime.run_state import ModelCache
@@ -81,7 +80,7 @@ def context_of(
         # The moving statistics of a micro-batch move before the next one.
         moving=[] if total_rows is None else None,
         is_micro_batch=total_rows is not None,
-        adds=AddedLosses(row_axes) if step == "call" else keep,
+        is_own_step=step != "call",
     )
 
 
@@ -216,10 +215,9 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
     """
 
     found, outputs = Found(), None
-    keeping: dict[int, list[keras.Variable]] = {}
-    known = row_axes_of(model).mixing + ([] if mixing is None else [mixing])
+    known = row_axes_of(model).mixing | ({} if mixing is None else {id(mixing): mixing})
 
-    def call(axes: RowAxes, rows: slice, inputs: Any = inputs) -> None:
+    def call(axes: RowAxes, rows: slice) -> None:
         nonlocal outputs
         with trial(model, axes, rows, found) as context:
             with explaining_trial(model.name, rows.stop - rows.start):
@@ -228,70 +226,17 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
 
     def call_again_if_some_need_all_rows(axes: RowAxes, rows: slice) -> None:
         call(axes, rows)
-        if isinstance(axes, Whole) and (
-            found.adding or found.assigning or known
-        ):  # where are the rows in what they get?
-            if found.assigning:
-                keeping.update(_keeping(inputs, found, call))
-            found.whole = {*keeping, *map(id, known)}
-            found.known = {*found.adding, *found.whole}
+        if isinstance(axes, Whole):
+            found.whole = {*found.adding, *found.keeping(), *known}
+        if isinstance(axes, Whole) and found.whole:  # where are the rows in what they get?
             axes.tensors.clear()
             call(axes, rows)
 
     find_row_axes_of(model, "call", call_again_if_some_need_all_rows)
     axes = row_axes_of(model)
     axes.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
-    axes.keeping, axes.mixing = keeping, known
+    axes.adding, axes.keeping, axes.mixing = found.adding, found.keeping(), known
     axes.assigning = [(layer, list(variables.values())) for layer, variables in found.assigning.values()]
-    for key, layer in found.adding.items():
-        arguments = found.arguments.get(key)
-        is_mean = arguments is not None and is_mean_over_rows(layer, arguments, axes)
-        axes.adding[key] = Adding(layer, is_mean)
-
-
-# By how much the numbers of inputs are multiplied in the trials that tell what a layer keeps of them.
-_SCALES = (1.0, 100.0, 0.01)
-
-
-def _keeping(inputs: Any, found: Found, call: Callable[..., None]) -> dict[int, list[keras.Variable]]:
-    """Returns, by the `id` of layers, the variables to which they assign what depends on the rows.
-
-    All others (a counter of steps, what comes of the weights alone) get the same values, bit for bit, from other rows,
-    from fewer, and from random numbers of several sizes.
-
-    Args:
-        inputs: `NUM_ROWS` samples.
-        found: of a trial with these.
-        call: does a trial: gets where the rows are, which of them there are, and samples.
-    """
-    numbers = np.random.RandomState(0)
-
-    def others(scale: float) -> Any:
-        def draw(leaf: np.ndarray) -> np.ndarray:
-            if leaf.dtype.kind == "f":
-                return (numbers.normal(size=leaf.shape) * scale).astype(leaf.dtype)
-            return numbers.permutation(leaf.reshape(-1)).reshape(leaf.shape)
-
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else draw(np.asarray(leaf)), inputs)
-
-    def values() -> dict[int, bytes]:
-        variables = [each for _, own in found.assigning.values() for each in own.values()]
-        current = {id(variable): found.scope.get_current_value(variable) for variable in variables}
-        return {key: b"" if value is None else to_array(value).tobytes() for key, value in current.items()}
-
-    known, differing = values(), set[int]()
-    trials = [(SHARD, inputs), (slice(0, SHARD.start), inputs)]
-    for rows, samples in trials + [(slice(0, NUM_ROWS), others(scale)) for scale in _SCALES]:
-        try:
-            call(Whole(), rows, samples)
-        except Exception:  # user-defined, on numbers that it may not expect
-            differing.update(known)
-        differing |= {key for key, value in values().items() if known.get(key) != value}
-    return {
-        key: kept
-        for key, (_, own) in found.assigning.items()
-        if (kept := [variable for variable in own.values() if id(variable) in differing])
-    }
 
 
 def find_row_axes_of(
@@ -312,19 +257,17 @@ def find_row_axes_of(
 
 
 @contextlib.contextmanager
-def trial(
-    model: keras.Model, axes: RowAxes, rows: slice, adds: Callable[..., None] | None = None
-) -> Iterator[ReplicaContext]:
+def trial(model: keras.Model, axes: RowAxes, rows: slice, found: Found | None = None) -> Iterator[ReplicaContext]:
     """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged.
 
-    `adds`: see `ReplicaContext`.
+    `found`: see `ReplicaContext`. None: these are the rows of a micro-batch.
     """
-    context = trial_context(axes, rows, adds)
+    context = trial_context(axes, rows, found=found, is_micro_batch=found is None)
     hook_layers()
     # No draws but those that layers make portable.
     with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)) as scope:
-        if isinstance(adds, Found):
-            adds.scope = scope
+        if found is not None:
+            found.scope = scope
         yield context
 
 
@@ -353,8 +296,8 @@ def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterat
         ) from error
 
 
-def trial_context(axes: RowAxes, rows: slice, adds: Callable[..., None] | None) -> ReplicaContext:
-    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are; `adds`: as it says."""
+def trial_context(axes: RowAxes, rows: slice, **fields: Any) -> ReplicaContext:
+    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are, with these fields."""
     num_rows = rows.stop - rows.start
     return ReplicaContext(
         num_replicas=NUM_ROWS // num_rows,
@@ -364,7 +307,7 @@ def trial_context(axes: RowAxes, rows: slice, adds: Callable[..., None] | None) 
         total_rows=NUM_ROWS,
         row_axes=axes,
         is_trial=True,
-        adds=adds,
+        **fields,
     )
 
 

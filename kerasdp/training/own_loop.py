@@ -23,12 +23,12 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.models import as_keras_gives
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
+from kerasdp.portability.own_steps import StepParts, find_parts
 from kerasdp.portability.portable import portable
 from kerasdp.portability.random import STEP
 from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
-from kerasdp.portability.step_parts import StepParts, find_parts
 from kerasdp.runtime.run_state import Detail, RunState
 from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.training.callbacks import RunCallbacks

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
-import numpy as np
 
 from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import all_variables, require_known_weights
@@ -28,28 +27,19 @@ from kerasdp.keras_compat.models import (
     portable_steps,
     symbols_of,
 )
-from kerasdp.portability.own_steps import find_rows_of_step, leave_unchanged, refuse_next_values, title_of
+from kerasdp.portability.global_batch import NUM_ROWS as NUM_ROWS_TRIED
+from kerasdp.portability.global_batch import is_loss_of_keras, reasons_to_gather, state_of_losses
+from kerasdp.portability.own_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
 from kerasdp.portability.portable import batch_norms, portable
-from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
-from kerasdp.portability.reduction import (
-    coupling_metrics,
-    is_loss_of_keras,
-    random_outputs,
-    reasons_to_gather,
-    state_of_losses,
-    try_losses,
-    try_metrics,
-)
 from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
-from kerasdp.portability.step_parts import find_parts
 from kerasdp.reporting import report
 from kerasdp.runtime.run_state import ModelCache
 from kerasdp.sharding import bytes_of_number
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 
-# What `compile` had made of a model when its losses and metrics were looked at.
-_sums_of: ModelCache[tuple[Any, Any]] = ModelCache()
+# What `compile` had made of a model when it was said what its losses and metrics cost.
+_said_of: ModelCache[tuple[Any, Any]] = ModelCache()
 # Likewise, where no loss was found to keep a variable.
 _keeps_nothing: ModelCache[tuple[Any, Any]] = ModelCache()
 
@@ -121,7 +111,7 @@ def prepare(
     if with_targets:
         _refuse_state_of_losses(model, reader, symbols[0], config, strategy)
     if with_targets and step not in own_steps(model):
-        find_sums(model, reader, batch, strategy)
+        _say_what_is_gathered(model, batch, strategy)
     if step == "train_step" and step in own_steps(model):
         with scope():
             _build_optimizers(model, reader, config, strategy)
@@ -174,39 +164,26 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
                 f"layer {layer.name} assigns to {variables[0].path} in its call, which here sees one micro-batch "
                 "after the other: train with --strategy=data and without --accumulate"
             )
-        called = {layer.name: "keeps what it sees of" for layer, _ in axes.assigning if id(layer) in axes.keeping}
-        called |= {
-            each.layer.name: "adds a loss that is no mean over" for each in axes.adding.values() if not each.is_mean
-        }
+        called = {layer.name: "assigns to a variable" for layer, _ in axes.assigning if id(layer) in axes.keeping}
+        called |= {layer.name: "adds a loss" for layer in axes.adding.values()}
         if called and strategy.splits_batches and strategy.processes.rank == 0:
             name, reason = next(iter(called.items()))
             others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
             report.warn(
-                f"layer {name}{others} of {model.name} {reason} the samples: each device computes it for the whole "
-                "batch, which takes time"
+                f"layer {name}{others} of {model.name} {reason} in its call: each device computes it for the whole "
+                "batch, which takes time; where that is much, let a small layer of its own do it"
             )
 
 
-def find_sums(model: keras.Model, reader: Reader, batch: Batch, strategy: Strategy) -> None:
-    """Finds out which losses and metrics are sums over the samples, if each device sees only some of these.
-
-    Says what it costs where one is not: all devices then get the outputs of the whole batch.
-    """
+def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) -> None:
+    """Says what it costs where a loss or a metric is not known to be a sum over the samples."""
     symbols, compiled = row_axes_of(model).outputs, made_by_compile(model)
-    if symbols is None or _sums_of.get(model) == compiled or not strategy.calls_on_some_rows:
+    is_split = strategy.splits_batches and strategy.stages is None
+    if symbols is None or _said_of.get(model) == compiled or not is_split:
         return
-    _sums_of.put(model, compiled)
-    is_weighted = batch.sample_weight is not None
-    if not reasons_to_gather(model, is_weighted=is_weighted):
-        return
-    _, targets, sample_weight = reader.sample(NUM_ROWS_TRIED)
-    try_losses(model, targets, symbols)
-    if strategy.stages is not None:
-        return
-    if coupling_metrics(model):
-        try_metrics(model, targets, random_outputs(symbols, np.random.RandomState(0)), sample_weight)
-    reasons = reasons_to_gather(model, is_weighted=is_weighted)
-    if reasons and strategy.splits_batches and strategy.processes.rank == 0:
+    _said_of.put(model, compiled)
+    reasons = reasons_to_gather(model)
+    if reasons and strategy.processes.rank == 0:
         num_bytes = len(batch.indices) * bytes_of_row(symbols)
         report.warn(
             f"each device gets the outputs of all samples of a batch ({num_bytes / 1e6:,.2f} MB), for "

@@ -8,7 +8,7 @@ from keras import layers
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.pipeline.plan import MicroBatches, make_plan, with_rows
-from kerasdp.portability.reduction import shares_of
+from kerasdp.portability.global_batch import shares_of
 from tests.pipeline.models import net
 
 

@@ -13,7 +13,6 @@ from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import set_mask
 from kerasdp.portability.global_batch import Data, GlobalBatch
-from kerasdp.portability.reduction import try_losses, try_metrics
 from kerasdp.portability.replica_context import ReplicaContext
 
 ROWS, REPLICAS = 11, 3  # shards of 4, 4 and 3
@@ -50,6 +49,7 @@ class Largest(metrics.Metric):
         return self.value
 
 
+@kerasdp.per_sample
 class SumOfSquares(Largest):
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.value.assign(self.value + ops.sum(ops.square(y_pred)))
@@ -166,10 +166,6 @@ def of_replicas(model, targets, outputs, weights, mask, num_rows=ROWS):
 def assert_as_whole(model, targets, outputs, weights=None, mask=None, *, is_own, are_own_metrics=True):
     expected_loss, expected = of_whole(model, targets, outputs, weights, mask)
     keras.tree.map_structure(lambda metric: metric.reset_state(), model.metrics)
-    rows = np.arange(12) % ROWS
-    some = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], (targets, outputs, weights))
-    try_losses(model, some[0], keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape), outputs))
-    try_metrics(model, *some)
     loss, logs, was_own, were_own_metrics = of_replicas(model, targets, outputs, weights, mask)
     assert (was_own, were_own_metrics) == (is_own, are_own_metrics)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -188,7 +184,6 @@ SUMS = {
     "sum": (losses.MeanSquaredError(reduction="sum"), ONE_HOT),
     "of weights": (losses.MeanSquaredError(reduction="mean_with_sample_weight"), ONE_HOT),
     "ignored class": (losses.SparseCategoricalCrossentropy(ignore_class=0), CLASSES),
-    "user-defined": (per_row, ONE_HOT),
     "declared": (declared, ONE_HOT),
 }
 
@@ -213,16 +208,13 @@ def test_tokens(reduction, mask, weights, ignored):
     assert_as_whole(model, TOKEN_CLASSES, TOKENS, weights, mask, is_own=True)
 
 
-def test_a_mean_of_rows_in_one_number():
-    assert_as_whole(compiled(one_number), ONE_HOT, OUTPUTS, is_own=True)
-    assert_as_whole(compiled(one_number), ONE_HOT, OUTPUTS, WEIGHTS, is_own=False)
-
-
 OTHERS = {
     "dice": (losses.Dice(), ONE_HOT),
     "tversky": (losses.Tversky(), ONE_HOT),
     "along the rows": (losses.CosineSimilarity(axis=0), ONE_HOT),
     "deviation": (deviation, ONE_HOT),
+    "not declared": (per_row, ONE_HOT),
+    "one number": (one_number, ONE_HOT),
 }
 
 
@@ -248,7 +240,7 @@ def test_several_outputs_each_with_its_loss():
     outputs = {"a": OUTPUTS, "b": OUTPUTS[:, :1] * 3, "c": OUTPUTS}
     targets = {"a": CLASSES, "b": OUTPUTS[:, 1:2], "c": ONE_HOT}
     arguments = {
-        "loss": {"a": "sparse_categorical_crossentropy", "b": losses.MeanSquaredError(reduction="sum"), "c": per_row},
+        "loss": {"a": "sparse_categorical_crossentropy", "b": losses.MeanSquaredError(reduction="sum"), "c": declared},
         "loss_weights": {"a": 0.3, "b": 2.0, "c": 1.0},
         "metrics": {"a": ["accuracy"], "b": ["mae", "r2_score"], "c": ["categorical_accuracy"]},
     }
@@ -257,7 +249,7 @@ def test_several_outputs_each_with_its_loss():
 
 
 def test_metrics_that_do_not_add_up():
-    for found, is_own in ((Largest(), False), (SumOfSquares(), True), (per_row, True), (one_number, False)):
+    for found, is_own in ((Largest(), False), (SumOfSquares(), True), (declared, True), (one_number, False)):
         assert_as_whole(compiled("mse", metrics=["mae", found]), ONE_HOT, OUTPUTS, is_own=True, are_own_metrics=is_own)
 
 

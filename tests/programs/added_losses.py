@@ -124,7 +124,7 @@ def sums(runner):
 
 
 def one_sided(runner):
-    """The first rows add nothing, so that no trial tells what it is; later ones do. Called twice in a pass."""
+    """The first rows add nothing, later ones do. Called twice in a pass."""
     import keras
     from keras import layers, ops
 
@@ -252,7 +252,7 @@ def kept(runner):
 
 
 def counted(runner):
-    """A model that counts its steps, for a weight of its loss, in `call`: each device sees its own rows alone."""
+    """A model that counts its steps, for a weight of its loss, in `call`."""
     import keras
     from keras import layers, ops
 

@@ -289,7 +289,7 @@ ASSIGNED_ELSEWHERE = {
     "config/choices.py": (("record.__doc__", "object.__setattr__(record"), "the kit's own"),
     "data/datasets.py": ("data.", "the kit's own"),
     "errors.py": ("sys.excepthook", "Python's own switch"),
-    "portability/reduction.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
+    "portability/global_batch.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
     "portability/row_search.py": ("axes.outputs", "the kit's own"),
     "ray.py": ("sys.path", "Python's own switch"),
     "runtime/run_state.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),

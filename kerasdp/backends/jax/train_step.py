@@ -363,7 +363,6 @@ class WholeBatch(Replica):
 
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
         """See `Replica`."""
-        from kerasdp.portability.layer_calls import AddedLosses
         from kerasdp.portability.row_search import row_axes_of
 
         if one.total_rows is None:
@@ -371,8 +370,8 @@ class WholeBatch(Replica):
         num_rows, axes = len(one.batch.indices), row_axes_of(self.model)
         return dataclasses.replace(
             self._context or ReplicaContext(num_replicas=1), num_rows=num_rows, rows=num_rows,
-            first_row=one.replicas[0].first, total_rows=one.total_rows, row_axes=axes, adds=AddedLosses(axes),
-            is_micro_batch=True, calling=[], regularized={}, _calls={},
+            first_row=one.replicas[0].first, total_rows=one.total_rows, row_axes=axes, is_micro_batch=True,
+            calling=[], regularized={}, _calls={},
         )  # fmt: skip
 
     def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":

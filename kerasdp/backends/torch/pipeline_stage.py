@@ -50,6 +50,7 @@ class PipelineStep:
                 : whole * (len(own) // pipeline.size)
             ],
             is_micro_batch=True,
+            penalties=[],
         )
 
     def add_output(self, number: int, outputs: list[torch.Tensor]) -> None:
