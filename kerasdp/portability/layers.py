@@ -66,9 +66,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if self.renorm:
             raise ValueError("batch renormalization on several devices is not supported; set renorm=False")
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-        mean, variance, moving = self._statistics(x, mask, None if whole_batch else context)
-        if moving is not None:
-            self.move(*moving)
+        mean, variance = self._statistics(x, mask, None if whole_batch else context)
         scale = ops.rsqrt(variance + self.epsilon)
         if self.scale:
             scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
@@ -108,13 +106,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
             self.move(mean, variance)
         else:
             count = ops.broadcast_to(self._count(inputs, mean.dtype), ops.shape(mean))
-            if context.moving is not None:
-                context.moving.append((self, ops.stack([count, count * mean, count * variance])))
-            elif context.gather is not None:  # in a user-defined step, which may read them; as in `_statistics`
-                gathered = context.gather(ops.stop_gradient(ops.stack([count, mean, count * variance])))
-                counts, means, squares = ops.unstack(gathered, 3, axis=1)
-                total = ops.sum(counts, axis=0)
-                self.move(ops.sum(counts * means, axis=0) / total, ops.sum(squares, axis=0) / total)
+            self._move_by_all(count, mean, count * variance, context)
         return ops.cast(outputs, self.compute_dtype)
 
     def move(self, mean: Any, variance: Any) -> None:
@@ -122,70 +114,68 @@ class BatchNormalization(keras.layers.BatchNormalization):
         for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
             variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 
-    def _statistics(
-        self, x: Any, mask: Any, context: replica_context.ReplicaContext | None
-    ) -> tuple[Any, Any, tuple[Any, Any] | None]:
-        """Returns mean and variance to normalize with (they broadcast with `x`), and those to move by, if known."""
+    def _move_by_all(self, count: Any, mean: Any, squares: Any, context: replica_context.ReplicaContext) -> None:
+        """Moves the moving statistics by those of each replica, now or with what the step sums up."""
+        sums = ops.stop_gradient(ops.stack([count, count * mean, squares]))
+        if context.moving is not None:
+            context.moving.append((self, sums))
+        elif context.gather is not None:  # in a user-defined step, which may read them
+            move_together([(self, sums)], ops.reshape(ops.sum(context.gather(sums), axis=0), (-1,)))
+
+    def _statistics(self, x: Any, mask: Any, context: replica_context.ReplicaContext | None) -> tuple[Any, Any]:
+        """Moves the moving statistics; returns mean and variance to normalize with, which broadcast with `x`."""
+        weights = None if mask is None else ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x)), x.dtype)
         if context is None:
-            count, mean, squares = self._sums(x, mask)
+            count, mean, squares = self._sums(x, weights)
             variance = squares / ops.maximum(count, 1.0)
-            return self._along_channels(mean), self._along_channels(variance), (mean, variance)
+            self.move(mean, variance)
+            return self._along_channels(mean), self._along_channels(variance)
         if context.gather is None:
-            rows, groups = x.shape[0], context.num_replicas
-            size = replica_rows(rows, groups)
-            if rows == size * groups:  # a new axis leaves each device its rows; slices would be moved between devices
-                parts = [
-                    ops.reshape(values, (groups, size, *values.shape[1:])) for values in (x, mask) if values is not None
-                ]
-                if mask is None:
-                    counts, means, squares = ops.vectorized_map(lambda part: self._sums(part, None), parts[0])
-                else:
-                    counts, means, squares = ops.vectorized_map(lambda part: self._sums(*part), tuple(parts))
-            else:
-                parts = [(x[i : i + size], None if mask is None else mask[i : i + size]) for i in range(0, rows, size)]
-                counts, means, squares = (ops.stack(values) for values in zip(*[self._sums(*part) for part in parts]))
-            variances = squares / ops.maximum(counts, 1.0)
-            shape = ops.shape(self._along_channels(means[0]))
-
-            def for_each_row(values: Any) -> Any:
-                """Repeats each group's value for each of its rows."""
-                if rows == size * groups:
-                    values = ops.reshape(values, (groups, 1, *shape[1:]))
-                    values = ops.broadcast_to(values, (groups, size, *shape[1:]))
-                    return ops.reshape(values, (rows, *shape[1:]))
-                return ops.reshape(ops.repeat(values, size, axis=0)[:rows], (rows, *shape[1:]))
-
-            mean, variance = for_each_row(means), for_each_row(variances)
-        else:
-            part = x[: context.num_rows], None if mask is None else mask[: context.num_rows]
-            own = ops.stack(self._sums(*part))
-            if self.statistics == "replica":
-                mean, variance = (self._along_channels(value) for value in (own[1], own[2] / ops.maximum(own[0], 1.0)))
-                own = ops.stop_gradient(own)
-                if context.moving is not None:
-                    context.moving.append((self, ops.stack([own[0], own[0] * own[1], own[2]])))
-                    return mean, variance, None
-            # One collective for the three: its latency is what synchronized batch norm costs.
-            gathered = context.gather(own)
-            counts, means, squares = gathered[:, 0], gathered[:, 1], gathered[:, 2]
-            variances = squares / ops.maximum(counts, 1.0)
-        total = ops.sum(counts, axis=0)
+            return self._statistics_of_each(x, weights, context.num_replicas)
+        own = self._sums(x[: context.num_rows], None if weights is None else weights[: context.num_rows])
         if self.statistics == "replica":
-            moving = ops.sum(counts * means, axis=0) / total, ops.sum(counts * variances, axis=0) / total
-            return mean, variance, moving
+            self._move_by_all(*own, context)
+            return self._along_channels(own[1]), self._along_channels(own[2] / ops.maximum(own[0], 1.0))
+        # One collective for the three: its latency is what synchronized batch norm costs.
+        counts, means, squares = ops.unstack(context.gather(ops.stack(own)), 3, axis=1)
         # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
-        joint = ops.sum(counts * means, axis=0) / total
-        variance = ops.sum(squares + counts * ops.square(means - joint), axis=0) / total
-        return self._along_channels(joint), self._along_channels(variance), (joint, variance)
+        total = ops.sum(counts, axis=0)
+        mean = ops.sum(counts * means, axis=0) / total
+        variance = ops.sum(squares + counts * ops.square(means - mean), axis=0) / total
+        self.move(mean, variance)
+        return self._along_channels(mean), self._along_channels(variance)
 
-    def _sums(self, x: Any, mask: Any) -> tuple[Any, Any, Any]:
+    def _statistics_of_each(self, x: Any, weights: Any, num_replicas: int) -> tuple[Any, Any]:
+        """Does as `_statistics` where one program has the rows of all replicas, and each its own statistics."""
+        rows = x.shape[0]
+        size = replica_rows(rows, num_replicas)
+        if missing := size * num_replicas - rows:
+            widths = [(0, missing)] + [(0, 0)] * (len(x.shape) - 1)
+            weights = ops.pad(ops.ones_like(x) if weights is None else weights, widths)
+            x = ops.pad(x, widths)
+        # A new axis leaves each device its rows; slices would be moved between devices.
+        parts = tuple(
+            None if each is None else ops.reshape(each, (num_replicas, size, *x.shape[1:])) for each in (x, weights)
+        )
+        counts, means, squares = ops.vectorized_map(lambda part: self._sums(*part), parts)
+        total = ops.sum(counts, axis=0)
+        self.move(ops.sum(counts * means, axis=0) / total, ops.sum(squares, axis=0) / total)
+
+        def for_each_row(values: Any) -> Any:
+            """Repeats each replica's value for each of its rows."""
+            shape = ops.shape(self._along_channels(values[0]))[1:]
+            values = ops.reshape(values, (num_replicas, 1, *shape))
+            values = ops.broadcast_to(values, (num_replicas, size, *shape))
+            return ops.reshape(values, (num_replicas * size, *shape))[:rows]
+
+        return for_each_row(means), for_each_row(squares / ops.maximum(counts, 1.0))
+
+    def _sums(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         """Returns count, mean, squared deviations per channel, each of shape `(channels,)`; zeros if `x` is empty."""
-        if mask is None:
-            count = self._count(x, x.dtype)
+        if weights is None:
+            count = ops.broadcast_to(self._count(x, x.dtype), (x.shape[self.axis],))
             mean = self._sum(x) / ops.maximum(count, 1.0)
-            squares = self._sum(ops.square(x - self._spread(self._along_channels(mean), x)))
-            return ops.broadcast_to(count, ops.shape(mean)), mean, squares
-        weights = ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x)), x.dtype)
+            return count, mean, self._sum(ops.square(x - self._spread(self._along_channels(mean), x)))
         count = self._sum(weights)
         mean = self._sum(x * weights) / ops.maximum(count, 1.0)
         return count, mean, self._sum(weights * ops.square(x - self._spread(self._along_channels(mean), x)))

@@ -16,7 +16,11 @@ def on_parts(layer, x, mask, sizes):
     """What two replicas give; each is called with the sums of both at hand, as a collective would give them."""
     parts = np.split(x, [sizes[0]])
     masks = (None, None) if mask is None else np.split(mask, [sizes[0]])
-    sums = [ops.stack(layer._sums(ops.convert_to_tensor(part), m)) for part, m in zip(parts, masks, strict=True)]
+    weights = [None if m is None else np.broadcast_to(m[..., None], p.shape) for p, m in zip(parts, masks, strict=True)]
+    sums = [
+        ops.stack(layer._sums(ops.convert_to_tensor(part), None if w is None else ops.cast(w, "float32")))
+        for part, w in zip(parts, weights, strict=True)
+    ]
     outputs = []
     for place, (part, part_mask) in enumerate(zip(parts, masks, strict=True)):
         context = replica_context.ReplicaContext(

@@ -49,17 +49,10 @@ def attention(keras, numbers):
 
 
 def zeros(keras, numbers):
-    """Inputs and biases of zeros, where activations and L1 have a kink; zeros with signs, of which none is larger."""
+    """Inputs and biases of zeros, where activations and L1 have a kink."""
     inputs = keras.Input((4,))
-    kinds = ("relu", "leaky_relu", "elu", "selu", "celu", "relu6", "hard_sigmoid", "soft_shrink")
-    kinds += (
-        lambda x: keras.ops.maximum(x, 0.0),
-        lambda x: keras.ops.minimum(0.0, x),
-        lambda x: keras.ops.clip(x, 0, 1),
-    )
+    kinds = ("relu", "leaky_relu", "elu", "relu6", "hard_sigmoid", "soft_shrink")
     hidden = [keras.layers.Dense(3, kind, bias_regularizer="l1")(inputs) for kind in kinds]
-    signed = keras.ops.stack([inputs * -0.0, inputs * 0.0], axis=-1)
-    hidden.append(keras.ops.cast(keras.ops.argmax(signed, axis=-1), "float32"))
     outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(hidden))
     x = numbers.randn(24, 4).astype("float32")
     x[::2] = 0
@@ -114,26 +107,6 @@ def products_of_four_axes(keras, numbers):
     return keras.Model(inputs, Product()(Product()(inputs))), "mse", x, numbers.randn(24, 1, 8, 8).astype("float32")
 
 
-def of_variables(keras, numbers):
-    """Operations on a weight itself, no tensor: one that is clipped or made positive, say."""
-    ops = keras.ops
-    kinds = (
-        lambda x: ops.clip(x, -0.3, 0.3), ops.abs, ops.leaky_relu, ops.selu, ops.celu, ops.gelu,
-        lambda x: ops.maximum(x, 0.1), lambda x: ops.minimum(x, 0.1),
-    )  # fmt: skip
-
-    class Scaled(keras.layers.Layer):
-        def build(self, shape):
-            self.factors = [self.add_weight(shape=shape[-1:]) for _ in kinds]
-
-        def call(self, x):
-            return x * sum(kind(factor) for kind, factor in zip(kinds, self.factors, strict=True))
-
-    inputs = keras.Input((4,))
-    x, y = numbers.randn(24, 4).astype("float32"), numbers.randn(24, 4).astype("float32")
-    return keras.Model(inputs, Scaled()(keras.layers.Dense(4)(inputs))), "mse", x, y
-
-
 def constants(keras, numbers):
     """Numbers that TensorFlow makes float32: of layers, activations and interpolation; a mask of whole numbers."""
     layers = keras.layers
@@ -181,10 +154,7 @@ def moved(keras, numbers):
     layers = keras.layers
     found = [layers.RandomRotation(0.3, fill_mode=mode) for mode in ("constant", "nearest", "wrap", "reflect")]
     found += [layers.RandomTranslation(0.3, 0.3), layers.RandomZoom(0.3), layers.RandomShear(0.1, 0.1)]
-    found += [layers.RandomPerspective(1.0, 0.5), layers.CenterCrop(11, 13)]
-    found += [lambda images: layers.Resizing(6, 6, "nearest")(layers.RandomCrop(6, 6)(images))]  # cuts only in training
     found += [layers.Resizing(5, 7), layers.Resizing(5, 7, antialias=True)]
-    found += [layers.Resizing(5, 7, crop_to_aspect_ratio=True), layers.Resizing(5, 7, pad_to_aspect_ratio=True)]
     found += [layers.UpSampling2D(2, interpolation=kind) for kind in ("nearest", "bilinear", "bicubic")]
     return _beside_one_another(keras, numbers, found)
 
@@ -211,7 +181,7 @@ def changed(keras, numbers):
 CASES = {
     case.__name__: case
     for case in (
-        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes, of_variables,
+        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes,
         constants, largest, moved, changed,
     )
 }  # fmt: skip

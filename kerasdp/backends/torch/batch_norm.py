@@ -38,11 +38,10 @@ def normalize(
     Returns:
         The outputs, and mean and variance of each channel.
     """
-    if gather is not None:
-        return _NormalizeTogether.apply(x, scale, offset, axis, epsilon, num_rows, gather, weight)
-    if x.is_cuda and x.numel() and not is_being_captured(x):
+    if gather is None and x.is_cuda and x.numel() and not is_being_captured(x):
         return normalize_natively(x, axis, scale, offset, epsilon)
-    return _Normalize.apply(x, scale, offset, axis, epsilon)
+    kind = _Normalize if gather is None else _NormalizeTogether
+    return kind.apply(x, scale, offset, axis, epsilon, num_rows, gather, weight)
 
 
 def normalize_natively(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tuple[Any, Any, Any]:
@@ -67,51 +66,6 @@ def normalize_natively(x: Any, axis: int, scale: Any, offset: Any, epsilon: floa
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, scale: Any, offset: Any, axis: int, epsilon: float) -> tuple[Any, Any, Any]:
-        others, shape = _axes(x, axis)
-        outputs, mean, variance = _centered(_wide(x), others)
-        inverse = torch.rsqrt(variance + epsilon)
-        outputs.mul_(inverse if scale is None else inverse * _wide(scale).reshape(shape))
-        if offset is not None:
-            outputs.add_(_wide(offset).reshape(shape))
-        ctx.save_for_backward(x, mean, inverse, scale)
-        ctx.others, ctx.shape, ctx.epsilon = others, shape, epsilon
-        ctx.has_offset = offset is not None
-        mean, variance = mean.reshape(-1).clone(), variance.reshape(-1)
-        ctx.mark_non_differentiable(mean, variance)
-        return outputs.to(x.dtype), mean, variance
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any, __: Any) -> tuple[Any, ...]:
-        x, mean, inverse, scale = ctx.saved_tensors
-        wide = _wide(gradient)
-        rows = x.numel() // mean.numel()
-        factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
-        if torch.is_grad_enabled():  # gradients of these gradients will be needed, through mean and variance, too
-            mean = _wide(x).mean(ctx.others, keepdim=True)
-            inverse = torch.rsqrt((_wide(x) - mean).square().mean(ctx.others, keepdim=True) + ctx.epsilon)
-            normalized = (_wide(x) - mean) * inverse
-            factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
-        else:
-            normalized = (_wide(x) - mean).mul_(inverse)
-        for_offset = wide.sum(ctx.others, keepdim=True)
-        for_scale = (wide * normalized).sum(ctx.others, keepdim=True)
-        # What is left once the mean of the outputs and their spread are held.
-        if torch.is_grad_enabled():
-            for_x = (wide - for_offset / rows - normalized * (for_scale / rows)) * factor
-        else:
-            for_x = normalized.mul_(for_scale / -rows).add_(wide).sub_(for_offset / rows).mul_(factor)
-        return (
-            for_x.to(x.dtype),
-            None if scale is None else for_scale.reshape(-1).to(scale.dtype),
-            for_offset.reshape(-1) if ctx.has_offset else None,
-            None,
-            None,
-        )
-
-
-class _NormalizeTogether(torch.autograd.Function):
-    @staticmethod
     def forward(
         ctx: Any,
         x: Any,
@@ -125,38 +79,50 @@ class _NormalizeTogether(torch.autograd.Function):
     ) -> tuple[Any, Any, Any]:
         ctx.others, ctx.shape = _axes(x, axis)
         wide = _wide(x)
-        centered, own_mean, own_variance = _centered(wide[:num_rows], ctx.others)
-        count = own_mean.new_full(own_mean.shape, centered.numel() // own_mean.numel())
-        counts, means, squares = gather(torch.stack([count, own_mean, count * own_variance]).flatten(1)).unbind(1)
-        # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
-        ctx.count = counts.sum(0)
-        mean = (counts * means).sum(0) / ctx.count
-        variance = (squares + counts * (means - mean).square()).sum(0) / ctx.count
-        inverse = torch.rsqrt(variance + epsilon).reshape(ctx.shape)
+        centered, own_mean, variance = _centered(wide[:num_rows], ctx.others)
+        mean, ctx.count = own_mean, centered.numel() // own_mean.numel()
+        if gather is not None:
+            count = own_mean.new_full(own_mean.shape, ctx.count)
+            counts, means, squares = gather(torch.stack([count, own_mean, count * variance]).flatten(1)).unbind(1)
+            # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
+            ctx.count = counts.sum(0)
+            mean = (counts * means).sum(0) / ctx.count
+            variance = ((squares + counts * (means - mean).square()).sum(0) / ctx.count).reshape(ctx.shape)
+            mean = mean.reshape(ctx.shape)
+        inverse = torch.rsqrt(variance + epsilon)
         factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
-        shift = (own_mean - mean.reshape(ctx.shape)) * factor  # corrects for centering by this rank's mean
+        shift = (own_mean - mean) * factor  # corrects for centering by this rank's mean
         if offset is not None:
             shift = shift + _wide(offset).reshape(ctx.shape)
         if num_rows is not None:
             centered = wide - own_mean
         outputs = centered.mul_(factor).add_(shift)
-        ctx.save_for_backward(x, mean.reshape(ctx.shape), inverse, scale)
-        ctx.num_rows, ctx.gather, ctx.weight, ctx.has_offset = num_rows, gather, weight, offset is not None
+        ctx.save_for_backward(x, mean, inverse, scale)
+        ctx.num_rows, ctx.gather, ctx.weight, ctx.epsilon = num_rows, gather, weight, epsilon
+        ctx.has_offset = offset is not None
+        mean, variance = mean.reshape(-1).clone(), variance.reshape(-1)
         ctx.mark_non_differentiable(mean, variance)
         return outputs.to(x.dtype), mean, variance
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Any, _: Any, __: Any) -> tuple[Any, ...]:
         x, mean, inverse, scale = ctx.saved_tensors
-        wide = _wide(gradient)
+        wide, is_differentiated = _wide(gradient), torch.is_grad_enabled()
+        if is_differentiated:  # gradients of these gradients will be needed, through mean and variance, too
+            mean = _wide(x).mean(ctx.others, keepdim=True)
+            inverse = torch.rsqrt((_wide(x) - mean).square().mean(ctx.others, keepdim=True) + ctx.epsilon)
         factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
-        normalized = (_wide(x) - mean).mul_(inverse)
+        normalized = _wide(x) - mean
+        normalized = normalized * inverse if is_differentiated else normalized.mul_(inverse)
         # Padding has no gradient.
         own = torch.stack([wide.sum(ctx.others), (wide * normalized).sum(ctx.others)])
-        sums = sum_gradients(own, ctx.gather, ctx.weight).sum(0)
+        sums = own if ctx.gather is None else sum_gradients(own, ctx.gather, ctx.weight).sum(0)
+        # What is left once the mean of the outputs and their spread are held.
         for_offset, for_scale = (each.reshape(ctx.shape) for each in sums / ctx.count)
-        for_x = normalized.mul_(-for_scale).add_(wide).sub_(for_offset).mul_(factor)
+        if is_differentiated:
+            for_x = (wide - for_offset - normalized * for_scale) * factor
+        else:
+            for_x = normalized.mul_(-for_scale).add_(wide).sub_(for_offset).mul_(factor)
         if ctx.num_rows is not None:
             for_x[ctx.num_rows :] = 0
         return (
@@ -165,6 +131,10 @@ class _NormalizeTogether(torch.autograd.Function):
             own[0] if ctx.has_offset else None,
             *[None] * 5,
         )
+
+
+class _NormalizeTogether(_Normalize):
+    backward = staticmethod(torch.autograd.function.once_differentiable(_Normalize.backward))
 
 
 def _axes(x: Any, axis: int) -> tuple[list[int], list[int]]:
