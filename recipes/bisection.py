@@ -2,12 +2,9 @@
 
     python recipes/bisection.py --model=lenet                      # the first two backends that are installed
     python recipes/bisection.py --model=my_model.py:build --backends=jax,tensorflow --max_steps=3
-    python recipes/bisection.py --model=my_model.py:build --backends=torch --device_counts=1,2
-    python recipes/bisection.py --model=my_model.py:build --backends=torch --other_python=/of/another/venv/bin/python
 
 Expected: exit code 0 and "nothing differs"; or 1, with the operation, its call, shapes and values. In the workdir are
-then program.py, if the operation can be called alone, and issue.md, the text for an issue, if the program shows the
-difference without kerasdp. Half a minute on two CPU cores.
+then program.py, if the operation can be called alone, and inputs.npz, which it reads. Half a minute on two CPU cores.
 
 Each step runs without compilation on one device, in float64 by default, in which only mistakes are left.
 """

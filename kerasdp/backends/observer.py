@@ -23,7 +23,6 @@ class Observer:
         losses: of each step, over the global batch; scalar tensors.
         gradient_norms: of each step, over all trainable weights; scalar tensors.
         samples: the places in the data set of the rows of each step, integer tensors of shape `(rows,)`.
-        row_means: the mean of each row of the inputs of each step, of shape `(inputs, rows)`.
         gradients: of the detailed step, for each trainable weight: an array, or None if the loss does not depend on it.
         outputs: of the detailed step: the inputs, then what each layer gave for the global batch, in the order of
             the calls.
@@ -35,7 +34,6 @@ class Observer:
         self.losses: list[Any] = []
         self.gradient_norms: list[Any] = []
         self.samples: list[Any] = []
-        self.row_means: list[Any] = []
         self.gradients: list[Any] = []
         self.outputs: dict[str, Any] = {}
 
@@ -44,28 +42,23 @@ class Observer:
         """Returns how much the next step is to record."""
         return Detail.EVERYTHING if len(self.losses) == self.detailed_step else Detail.SUMMARY
 
-    def before_step(self, loop: Any, batch: Any) -> None:
-        """Does nothing."""
-
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
         """Takes the loss of a step, its rows, and what `observed` recorded (nothing of a user-defined train_step)."""
         self.losses.append(loss)
         self.samples.append(samples)
         self.gradient_norms.append(seen.get("gradient_norm"))
-        if "row_means" in seen:
-            self.row_means.append(seen["row_means"])
         if "outputs" in seen:
             self.gradients = [None if leaf is None else _array(leaf) for leaf in seen["gradients"]]
             self.outputs = {name[_PLACE:]: _array(output) for name, output in sorted(seen["outputs"].items())}
 
 
-def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dict[str, Any]:
+def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
     """Returns what a step records, as tensors: part of its compiled function.
 
     Args:
         detail: how much.
         gradients: for each trainable weight, of the loss of the global batch, reduced over the replicas; may hold None.
-        found: what `forward_pass` recorded.
+        outputs: what `forward_pass` recorded.
     """
     if detail == Detail.NOTHING:
         return {}
@@ -74,9 +67,9 @@ def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dic
         for gradient in gradients
         if gradient is not None
     ]
-    seen = {"gradient_norm": ops.sqrt(sum(squares)), "row_means": found["row_means"]}
+    seen = {"gradient_norm": ops.sqrt(sum(squares))}
     if detail == Detail.EVERYTHING:
-        seen |= {"gradients": gradients, "outputs": found["outputs"]}
+        seen |= {"gradients": gradients, "outputs": outputs}
     return seen
 
 
@@ -90,19 +83,15 @@ def forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[di
     """Records a replica's forward pass of a training step of a model, as far as `detail` says.
 
     Yields:
-        A dictionary: `row_means` of the inputs; `outputs`: the inputs and what each layer gave, by name and in the
-        order of the calls.
+        The inputs and what each layer gave, by name and in the order of the calls.
     """
-    found: dict[str, Any] = {}
-    if detail >= Detail.SUMMARY:
-        found["row_means"] = ops.stack([_whole(_row_means(leaf)) for leaf in keras.tree.flatten(inputs)])
+    outputs: dict[str, Any] = {}
     if detail < Detail.EVERYTHING:
-        yield found
+        yield outputs
         return
-    found["outputs"] = {}
-    _collect(found["outputs"], "inputs", inputs, _whole)
-    with _recording(model, found["outputs"], _whole):
-        yield found
+    _collect(outputs, "inputs", inputs, _whole)
+    with _recording(model, outputs, _whole):
+        yield outputs
 
 
 @contextlib.contextmanager
@@ -187,10 +176,6 @@ def _whole(tensor: Any) -> Any:
     if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
         return tensor
     return context.gather_rows(tensor)
-
-
-def _row_means(tensor: Any) -> Any:
-    return ops.mean(ops.reshape(ops.cast(tensor, "float32"), (tensor.shape[0], -1)), axis=1)
 
 
 def _array(tensor: Any) -> Any:

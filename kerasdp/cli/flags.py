@@ -47,9 +47,6 @@ class Own:
     device_counts: str = choice("1,2,4", COMPARISON, _NUMBERS,
         "Instead of --gpus: numbers of devices, comma-separated.")
 
-    other_python: str | None = choice(None, COMPARISON, Range("a program"),
-        "Python of another environment, whose versions are compared with these: /of/another/venv/bin/python.", "none")
-
     split_sizes: str = choice("1,3,5,8,10,12,20,40,60", STUDY, _NUMBERS,
         "Samples per micro-batch to try, comma-separated.")
     repetitions: int = choice(10, STUDY, Range("at least 2, for a deviation", lambda number: number >= 2),
@@ -145,11 +142,11 @@ RECIPES = {
         },
     ),
     "bisection": Recipe(
-        own=["backends", "device_counts", "other_python"],
+        own=["backends"],
         takes=[*_DATA, "model", "optimizer", "learning_rate", "seed", "precision", "max_steps",
                "device", "workdir"],
         reason="a few steps are computed on one device, operation by operation, and nothing is trained",
-        defaults={"precision": "float64", "max_steps": 2, "device_counts": "1"},
+        defaults={"precision": "float64", "max_steps": 2},
     ),
     "pipeline": Recipe(
         own=["split_sizes", "repetitions"],

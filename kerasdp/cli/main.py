@@ -117,20 +117,12 @@ def _parity(given: dict[str, Any], own: Own) -> tuple[Config, list[str] | None, 
 
 def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Way, Way]]:
     """Returns what is trained, and the two ways."""
-    counts = _numbers(own.device_counts)
-    others = len(counts) > 1 or own.other_python is not None
-    names = _backends(own) or [name for name in BACKENDS if is_installed(name)][: 1 if others else 2]
-    if len(names) != (1 if others else 2):
-        expected = "one, with --device_counts or --other_python" if others else "two, as torch,jax"
-        raise UserError(f"--backends: expected {expected}. Received: {','.join(names)}")
-    if len(counts) > 1 and (counts[0] != 1 or len(counts) > 2 or own.other_python is not None):
-        raise UserError(f"--device_counts: expected 1 and another, as 1,2, alone. Received: {own.device_counts}")
-    config = _config_on(counts, given)
-    first = Way(backend=names[0], num_devices=counts[0], precision=config.precision)
-    return config, (
-        first,
-        dataclasses.replace(first, backend=names[-1], num_devices=counts[-1], python=own.other_python or ""),
-    )
+    names = _backends(own) or [name for name in BACKENDS if is_installed(name)][:2]
+    if len(names) != 2:
+        raise UserError(f"--backends: expected two, as torch,jax. Received: {','.join(names)}")
+    config = _config_on([1], given)
+    first, second = (Way(backend=name, num_devices=1, precision=config.precision) for name in names)
+    return config, (first, second)
 
 
 def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:

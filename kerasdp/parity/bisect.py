@@ -10,7 +10,7 @@ import numpy as np
 
 from kerasdp.errors import UserError
 from kerasdp.parity.divergence import Tolerance, difference, tolerance_for
-from kerasdp.parity.program import DRAWN, program_of, run_program, shows, types_in, versions_of
+from kerasdp.parity.program import program_of, run_program, save_inputs, shows
 from kerasdp.parity.trace import Job, Way, call_in, values_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class Finding:
         difference: relative.
         inputs_differ: whether its inputs differed before: then what made them is no operation of Keras.
         program: computes it with Keras alone, in at most 20 lines; empty if it cannot be called alone.
-        printed: what the program prints in the two ways.
         is_shown: whether the two differ there as well, without kerasdp; None if that cannot be said.
     """
 
@@ -85,7 +84,6 @@ class Finding:
     call: "Call | None" = None
     inputs_differ: bool = False
     program: str = ""
-    printed: tuple[str, str] = ("", "")
     is_shown: bool | None = None
 
     def __str__(self) -> str:
@@ -110,34 +108,15 @@ class Finding:
             f"{self.ways[0]}, {_some(self.received, self.expected)} on {self.ways[1]}"
         )
 
-    def issue(self) -> str:
-        """Returns the text for an issue upstream, in Markdown: the program, what it prints, and the versions."""
-        call: Any = self.call
-        value = "gradient" if self.what == "gradient" else "value"
-        types = ", ".join(sorted({kind for output in self.printed for kind in types_in(output)}))
-        backends = sorted({way.backend for way in self.ways})
-        names = f"between {' and '.join(backends)}" if len(backends) > 1 else f"between two versions, on {backends[0]}"
-        apart = f"The largest difference is {self.difference:.1e} of the largest number, beyond round-off."
-        lines = [
-            f"# {call.function.removeprefix('keras.')}: the {value} ({types}) differs {names}",
-            "",
-            apart if np.isfinite(self.difference) else "Types, shapes or numbers that are not finite differ.",
-            "",
-            *("```python", self.program.rstrip(), "```", ""),
-        ]
-        for way, output in zip(self.ways, self.printed):
-            lines += [f"With `KERAS_BACKEND={way.backend}`, {versions_of(way)}:", "", "```", output, "```", ""]
-        return "\n".join(lines)
-
     def write(self, folder: str) -> list[str]:
-        """Writes `program.py` and, if it shows the difference, `issue.md`; returns their paths."""
-        texts = {"program.py": self.program, "issue.md": self.issue() if self.is_shown else ""}
+        """Writes `program.py`, if there is one, with the inputs that it reads; returns the paths."""
+        if not self.program or self.call is None:
+            return []
         os.makedirs(folder, exist_ok=True)
-        paths = {os.path.join(folder, name): text for name, text in texts.items() if text}
-        for path, text in paths.items():
-            with open(path, "w") as file:
-                file.write(text)
-        return list(paths)
+        path = os.path.join(folder, "program.py")
+        with open(path, "w") as file:
+            file.write(self.program)
+        return [path, save_inputs(self.call, folder)]
 
 
 def bisect(
@@ -153,14 +132,12 @@ def bisect(
     """Trains a few steps in two ways, operation by operation, and finds the first that differs beyond round-off.
 
     Each step is computed as Keras code runs without compilation, on one device: forward pass, loss, gradients, update.
-    In float64 round-off is far below any mistake. Of ways that differ in the number of devices, the forward pass and
-    loss of a few samples are compared: of all of them on one device, and of the rows of each.
+    In float64 round-off is far below any mistake.
 
     Args:
         build_model: as for `kerasdp.parity.compare`.
         data: likewise; each step takes the next rows, in their order.
-        ways: two, which differ in backend, precision or environment; or in `num_devices` alone, the first
-            with one.
+        ways: two of one device, which differ in backend or precision.
         steps: updates.
         is_plain: whether functions that differ between backends stay as Keras has them: to find defects of Keras.
         tolerance: None: that of the precision.
@@ -170,18 +147,13 @@ def bisect(
         What differs first; None if nothing does.
 
     Raises:
-        UserError: if the model cannot be sent to other processes, ways differ in more than that, or jax is to compare
-            numbers of devices (which all compute one program); if it cannot be trained.
+        UserError: if the model cannot be sent to other processes, or cannot be trained; if a way has several devices.
     """
     job = Job(build_model=build_model, data=data, steps=steps, **choices)
-    if ways[1].num_devices > 1 and ways[0] == dataclasses.replace(ways[1], num_devices=1) and ways[0].backend != "jax":
-        few = dataclasses.replace(job, steps=1, batch_size=4 * ways[1].num_devices - 1)
-        pairs = call_in(few, ways[1], _mixing)
-        return next((_of_devices(ways, *pair) for pair in pairs), None)
     if any(way.num_devices != 1 for way in ways):
         raise UserError(
-            "bisect: expected ways of one device, or the same way, of torch or tensorflow, on one and on several. "
-            f"Received: {ways[0]} and {ways[1]}"
+            f"bisect: expected ways of one device. Received: {ways[0]} and {ways[1]}; a run on several devices names "
+            "the operation that mixes samples before its first step"
         )
     expected, received = (call_in(job, way, _train, is_plain) for way in ways)
     tolerances = [tolerance_for(way.precision, expected.optimizer) for way in ways]
@@ -189,48 +161,16 @@ def bisect(
     found = next(_findings(ways, expected, received, tolerance), None)
     if found is None or found.what not in ("operation", "gradient") or (found.call and not found.call.arguments):
         return found
-    calls = expected.steps[found.step or 0].calls if found.call is None else [found.call]
-    first, second = (call_in(job, way, _call_alone, is_plain, calls) for way in ways)
     if found.call is None:
+        calls = expected.steps[found.step or 0].calls
+        first, second = (call_in(job, way, _call_alone, is_plain, calls) for way in ways)
         found = _of_gradients(found, calls, first, second, tolerance)
     else:
-        how = _shown_by(first[0], second[0], "outputs", tolerance)
-        found = dataclasses.replace(found, program=program_of(found.call, "output", how, found.difference))
-    if not found.program:
+        found = dataclasses.replace(found, program=program_of(found.call, "output", found.difference))
+    if not found.program or found.call is None:
         return found
-    printed = run_program(found.program, ways[0], job.device), run_program(found.program, ways[1], job.device)
-    return dataclasses.replace(found, printed=printed, is_shown=shows(printed, found.difference))
-
-
-def _of_devices(ways: tuple[Way, Way], call: "Call", same: "Call") -> Finding:
-    """Returns what differs, of the rows that the first replica has, which are the first of all."""
-    pairs = [(_rows_like(value, other), other) for value, other in zip(call.outputs, same.outputs)]
-    value, other = next((pair for pair in pairs if difference(*pair) > 0), pairs[0])
-    return Finding(
-        ways=ways, what="operation", name=call.name, step=0, expected=value, received=other,
-        difference=difference(value, other), call=call,
-    )  # fmt: skip
-
-
-def _rows_like(whole: np.ndarray, shard: np.ndarray) -> np.ndarray:
-    axes = [axis for axis, sizes in enumerate(zip(whole.shape, shard.shape)) if sizes[0] > sizes[1]]
-    if whole.ndim != shard.ndim or len(axes) != 1:
-        return whole
-    return np.take(whole, np.arange(shard.shape[axes[0]]), axis=axes[0])
-
-
-def _mixing(runner: Any, job: Job) -> "list[tuple[Call, Call]]":
-    """Runs in every process of a way: returns the first call of each replica that mixes samples."""
-    import keras
-
-    from kerasdp.portability.row_search import NUM_ROWS, find_row_axes
-    from kerasdp.training.first_step_check import mixing_operations
-
-    model, batches, context = _prepared(runner, job, is_plain=False)
-    with context:
-        find_row_axes(model, keras.tree.map_structure(lambda leaf: leaf[:NUM_ROWS], batches[0][0]))
-        found = mixing_operations(model, runner.strategy, batches[0], with_loss=True)
-    return [pair for pairs in runner.strategy.processes.all_gather_object(found) for pair in pairs]
+    printed = [run_program(found.program, found.call, way.backend, job.device) for way in ways]
+    return dataclasses.replace(found, is_shown=shows(printed, found.difference))
 
 
 def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance: Tolerance) -> Iterator[Finding]:
@@ -310,42 +250,22 @@ def _apart(value: np.ndarray, other: np.ndarray) -> float:
     return float("inf") if is_other_type else difference(value, other)
 
 
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """What an operation gives for the values of a call, `"given"`, and for drawn ones, by the way they are drawn.
-
-    Args:
-        outputs: of the operation.
-        gradients: by its inputs.
-    """
-
-    outputs: dict[str, list[np.ndarray]]
-    gradients: dict[str, list[np.ndarray]]
+# What `_call_alone` gives for a call; None: it cannot be called alone.
+Gradients = list[np.ndarray] | None
 
 
 def _of_gradients(
-    found: Finding, calls: "list[Call]", first: list[Alone | None], second: list[Alone | None], tolerance: Tolerance
+    found: Finding, calls: "list[Call]", first: list[Gradients], second: list[Gradients], tolerance: Tolerance
 ) -> Finding:
     """Names the operation whose gradient differs, the last one of the forward pass being the first to be asked."""
     for call, one, two in reversed(list(zip(calls, first, second))):
-        if one is None or two is None:
-            continue
-        for value, other in zip(one.gradients["given"], two.gradients["given"]):
+        for value, other in zip(one or (), two or ()):
             if (apart := _apart(value, other)) > _of_operation(tolerance, value):
-                program = program_of(call, "gradient", _shown_by(one, two, "gradients", tolerance), apart)
+                program = program_of(call, "gradient", apart)
                 return dataclasses.replace(
                     found, name=call.name, call=call, expected=value, received=other, difference=apart, program=program
                 )
     return found
-
-
-def _shown_by(one: Alone | None, two: Alone | None, what: str, tolerance: Tolerance) -> str:
-    """Returns by which drawn inputs the difference shows, too; `"given"`: by none."""
-    for how in DRAWN if one is not None and two is not None else ():
-        pairs = zip(getattr(one, what)[how], getattr(two, what)[how])
-        if any(_apart(*pair) > _of_operation(tolerance, pair[0]) for pair in pairs):
-            return how
-    return "given"
 
 
 def _some(value: np.ndarray, other: np.ndarray) -> str:
@@ -395,26 +315,14 @@ def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
     return Steps(initial=initial, optimizer=type(model.optimizer).__name__, steps=steps)
 
 
-def _call_alone(runner: Any, job: Job, is_plain: bool, calls: "list[Call]") -> list[Alone | None]:
-    """Runs in the process of a way: calls each operation with the values of its call, whatever way that was."""
+def _call_alone(runner: Any, job: Job, is_plain: bool, calls: "list[Call]") -> list[Gradients]:
+    """Runs in the process of a way: returns the gradients of each operation by its inputs, whatever way gave these."""
     _, _, context = _prepared(runner, job, is_plain)
     with context:
-        return [_alone(call) for call in calls]
+        return [_gradients_alone(call) for call in calls]
 
 
-def _alone(call: "Call") -> Alone | None:
-    from kerasdp.parity.program import drawn
-
-    if call.arguments is None:
-        return None
-    try:
-        found = {how: _outputs_and_gradients(call, drawn(call, how)) for how in ("given", *DRAWN)}
-        return Alone({how: pair[0] for how, pair in found.items()}, {how: pair[1] for how, pair in found.items()})
-    except Exception:  # what a function refuses, it refuses in many ways; nothing is found by it then
-        return None
-
-
-def _outputs_and_gradients(call: "Call", inputs: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _gradients_alone(call: "Call") -> Gradients:
     import keras
     from keras import ops
 
@@ -422,9 +330,9 @@ def _outputs_and_gradients(call: "Call", inputs: list[np.ndarray]) -> tuple[list
     from kerasdp.parity.program import weights_like
     from kerasdp.portability.gradients import value_and_grad
 
-    arrays = [ops.convert_to_tensor(array) for array in inputs]
-    outputs = [np.array(ops.convert_to_numpy(tensor)) for tensor in call_again(call, arrays)]
-    floats = [number for number, array in enumerate(inputs) if array.dtype.kind == "f"]
+    floats = [number for number, array in enumerate(call.inputs) if array.dtype.kind == "f"]
+    if call.arguments is None or not floats or not any(output.dtype.kind == "f" for output in call.outputs):
+        return None
 
     def weighted(tensors: list[Any]) -> Any:
         given = arrays[:]
@@ -433,13 +341,15 @@ def _outputs_and_gradients(call: "Call", inputs: list[np.ndarray]) -> tuple[list
         found = [each for each in call_again(call, given) if "float" in keras.backend.standardize_dtype(each.dtype)]
         return sum(ops.sum(each * ops.cast(weights_like(each.shape), each.dtype)) for each in found)
 
-    if not floats or not any(output.dtype.kind == "f" for output in outputs):
-        return outputs, []
-    _, gradients = value_and_grad(weighted)([arrays[number] for number in floats])
-    return outputs, [
-        np.zeros_like(inputs[number]) if gradient is None else np.array(ops.convert_to_numpy(gradient))
-        for number, gradient in zip(floats, gradients)
-    ]
+    try:
+        arrays = [ops.convert_to_tensor(array) for array in call.inputs]
+        _, gradients = value_and_grad(weighted)([arrays[number] for number in floats])
+        return [
+            np.zeros_like(call.inputs[number]) if gradient is None else np.array(ops.convert_to_numpy(gradient))
+            for number, gradient in zip(floats, gradients)
+        ]
+    except Exception:  # what a function refuses, it refuses in many ways; nothing is found by it then
+        return None
 
 
 def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], contextlib.ExitStack]:

@@ -2,14 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
-import os
-import pickle
-import site
-import subprocess
-import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kerasdp.config import Config
-from kerasdp.errors import RunError, UserError
+from kerasdp.errors import UserError
 from kerasdp.launch import launch
 from kerasdp.runtime.sending import sent
 from kerasdp.runtime.workers import run_workers
@@ -31,18 +23,15 @@ class Way:
         backend: `"torch"`, `"jax"` or `"tensorflow"`.
         num_devices: replicas, one a device.
         precision: of arithmetic: `"float32"`, `"float64"`, `"bfloat16"` or `"float16"`.
-        python: the Python of another environment, with other versions of Keras or a backend. It has the same kerasdp.
-            Empty: this one.
     """
 
     backend: str
     num_devices: int
     precision: str = "float32"
-    python: str = ""
 
     def __str__(self) -> str:
         precision = "" if self.precision == "float32" else f" {self.precision}"
-        return f"{self.backend} x {self.num_devices}{precision}{f' of {self.python}' if self.python else ''}"
+        return f"{self.backend} x {self.num_devices}{precision}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +71,6 @@ class Trace:
         losses: of each step, over the global batch.
         gradient_norms: of each step, over all trainable weights.
         samples: indices in the data set of the rows of each step.
-        row_means: the mean of each row of the inputs of each step.
         metrics: loss and metrics over all steps, and (`evaluate_*`) after the last, over at most as many batches.
         optimizer: the name of its class.
         outputs: of the detailed step: what each layer gave.
@@ -95,7 +83,6 @@ class Trace:
     losses: np.ndarray
     gradient_norms: np.ndarray
     samples: list[np.ndarray]
-    row_means: list[np.ndarray]
     metrics: dict[str, float]
     optimizer: str
     outputs: dict[str, np.ndarray]
@@ -132,56 +119,9 @@ def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
         build_model = stack.enter_context(sent(job.build_model))
         data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
         job = dataclasses.replace(job, build_model=build_model, data=data)
-        if way.python:
-            return _call_elsewhere(job, way, function, *args)
         # The process reads it when it imports the user's module, which may import Keras at its top.
         variables = {"KERAS_BACKEND": way.backend}
         return run_workers(_launch, (job, way, function, *args), names=[f"{way}:"], variables=lambda number: variables)
-
-
-def _call_elsewhere(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
-    """Does what `call_in` does, with the Python of another environment."""
-    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:  # which nobody else can read or write
-        with open(os.path.join(folder, "asked"), "wb") as file:
-            pickle.dump([path for path in sys.path if not _is_of_python(path)], file)
-            pickle.dump((job, dataclasses.replace(way, python=""), function, args), file)
-        words = "import sys; from kerasdp.parity.trace import answer; answer(*sys.argv[1:])"
-        try:
-            done = subprocess.run([way.python, "-c", words, folder, _same()], stderr=subprocess.PIPE, text=True)
-        except OSError as error:
-            raise UserError(f"cannot run {way.python}: {error.strerror}") from error
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise RunError(f"{way}: {last.removeprefix('kerasdp.errors.')}")
-        with open(os.path.join(folder, "answer"), "rb") as file:
-            return pickle.load(file)  # of the process started above
-
-
-def _is_of_python(path: str) -> bool:
-    """Returns whether a folder belongs to this environment, and not to the program that runs in it."""
-    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    own += [site.getusersitepackages()]
-    return path.endswith(".zip") or any(path == folder or path.startswith(folder + os.sep) for folder in own)
-
-
-def _same() -> str:
-    """Returns what two environments must have in common to understand each other's functions."""
-    import kerasdp
-
-    return json.dumps({"python": list(sys.version_info[:2]), "kerasdp": kerasdp.__version__})
-
-
-def answer(folder: str, same: str) -> None:
-    """Runs in another environment: calls what a process there asks for in a folder, and leaves what comes of it."""
-    if same != _same():
-        raise UserError(f"expected an environment with {same}. Received: {_same()}")
-    with open(os.path.join(folder, "asked"), "rb") as file:
-        # Of the process that started this one; its modules come behind those of this environment.
-        sys.path.extend(pickle.load(file))
-        job, way, function, args = pickle.load(file)
-    result = call_in(job, way, function, *args)
-    with open(os.path.join(folder, "answer"), "wb") as file:
-        pickle.dump(result, file)
 
 
 def _launch(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
@@ -227,7 +167,6 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
         losses=_floats(observer.losses),
         gradient_norms=_floats(observer.gradient_norms),
         samples=[np.asarray(keras.ops.convert_to_numpy(samples)) for samples in observer.samples],
-        row_means=[np.asarray(keras.ops.convert_to_numpy(means)) for means in observer.row_means],
         metrics={name: value for name, value in metrics.items() if np.ndim(value) == 0},
         optimizer=type(model.optimizer).__name__,
         outputs=observer.outputs,

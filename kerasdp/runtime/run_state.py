@@ -23,9 +23,6 @@ class StepObserver(Protocol):
     def detail(self) -> Detail:
         """Returns how much the next step is to record."""
 
-    def before_step(self, loop: Any, batch: Any) -> None:
-        """Looks at what is about to be trained: a `kerasdp.training.loop.Loop`, and the next batch."""
-
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
         """Takes the loss of a step, the indices of its samples, and what it recorded."""
 

@@ -148,19 +148,15 @@ def _mixing_operation(model: keras.Model, strategy: Strategy, reader: Reader, wi
     """
     found = ""
     if not strategy.has_micro_batches and model.count_params() < _MOST_WEIGHTS:
-        pairs = mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
-        found = next((f", in {call}" for call, _ in pairs), "")
+        calls = _mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
+        found = next((f", in {call}" for call in calls), "")
     return next(filter(None, strategy.processes.all_gather_object(found)), "")
 
 
-def mixing_operations(
+def _mixing_operations(
     model: keras.Model, strategy: Strategy, data: tuple[Any, Any, Any], with_loss: bool
-) -> list[tuple[Call, Call]]:
-    """Returns for each replica of this process the first call that mixes samples: of the whole batch, of the shard.
-
-    Args:
-        data: inputs, targets and sample weights of the rows that are computed.
-    """
+) -> list[Call]:
+    """Returns for each replica of this process the first call that mixes the samples of a batch."""
     of_replicas: dict[int, list[Call]] = {}  # by thread, as TensorFlow's replicas have them
     whole: list[Call] = []
     with _statistics_of_whole_batch(model):
@@ -180,7 +176,7 @@ def mixing_operations(
     for shard, own in zip(shards, of_replicas.values()):
         for call, same in aligned(whole, own):
             if are_shards(call.inputs, same.inputs, shard) and not are_shards(call.outputs, same.outputs, shard):
-                found.append((call, same))
+                found.append(call)
                 break
     return found
 

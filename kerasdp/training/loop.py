@@ -114,8 +114,6 @@ class Loop:
                 state.after_step(loss, batch.indices, {}, rate)
             return logs
         for batch in batches:
-            if state.observer is not None:
-                state.observer.before_step(self, batch)
             loss, rate, logs, observed = functions.train(batch, state.detail)
             state.after_step(loss, batch.indices, observed, rate)
         return logs

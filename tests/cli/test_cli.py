@@ -139,7 +139,7 @@ def test_the_flags_are_these():
         "dataset", "deterministic", "device", "device_counts", "devices",
         "epochs", "fine_tuning_rate", "gpus", "hang_timeout", "head_epochs", "keep",
         "learning_rate", "log_every", "lora_rank", "max_restarts", "max_steps",
-        "model", "optimizer", "other_python", "output", "precision",
+        "model", "optimizer", "output", "precision",
         "preset", "remat", "repetitions", "resume", "seed", "shard", "size",
         "split_size", "split_sizes", "strategy", "to", "tracker", "trials", "verbose",
         "weights", "workdir", "workers",

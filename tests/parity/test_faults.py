@@ -114,7 +114,7 @@ FAULTS = [
     ("dropped", 2, "samples", "expected 31 rows, received 30 rows"),
     ("swapped", 3, "samples", r"row 4: expected sample \d+, received sample \d+"),
     ("order", 1, "samples", r"row 5: expected sample \d+, received sample \d+"),
-    ("wrong_rows", 0, "inputs", "row 0"),
+    ("wrong_rows", 0, "loss", "the output of inputs differs first"),
 ]
 
 

@@ -4,7 +4,7 @@ python planted.py BACKEND FILE NAME...       # of models (MODELS) or faults (FAU
 python planted.py BACKEND FILE --alone FILE  # calls operations alone: a list of pairs of a name and calls
 python planted.py BACKEND FILE --clean FILE  # likewise, without the faults
 
-FILE gets, by name, a `Steps`, or a list of `Alone`. Files are pickled.
+FILE gets, by name, a `Steps`, or what `_call_alone` returns. Files are pickled.
 """
 
 import contextlib
