@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import kerasdp
-from kerasdp.runtime.workers import call_in_new_process
+from kerasdp.runtime.workers import run_workers
 
 SECONDS, NUM_STAGES, NUM_STEPS = 0.05, 2, 3
 
@@ -73,7 +73,7 @@ def main() -> None:
             split_size=1, verbose=0,
         )  # fmt: skip
         work = functools.partial(train, num_micro_batches)
-        seconds = call_in_new_process(kerasdp.launch, work, settings, name="torch")
+        seconds = run_workers(kerasdp.launch, (work, settings), names=["torch"])
         best = 2 * SECONDS * (num_micro_batches + NUM_STAGES - 1)
         print(
             f"{num_micro_batches} micro-batches: {seconds:.3f} s a step, "

@@ -10,10 +10,9 @@ import importlib.machinery
 import inspect
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from kerasdp import config
 from kerasdp.checkpoint.storage import locked_folder, require_folder
@@ -75,12 +74,13 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         settings = dataclasses.replace(settings or Config(), **changes)
         # Before threads begin, which would have memory of their own.
         with hardware.kept_memory(choose_backend(settings.backend)), signals.noticed():
-            cluster, settings, train = job = resolve(settings, train)
+            _check_takes_runner(train)
+            cluster, settings = _resolve(settings)
             figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
             with _folders(cluster, settings), figures:
                 if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
                     print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
-                result = _run(job)
+                result = _run(cluster, settings, train)
             return result.received() if isinstance(result, SentResult) else result
 
 
@@ -112,29 +112,17 @@ def _how_to_resume(settings: Config) -> str:
     return f"the newest checkpoint is {paths[-1][0]}; resume with {way}" if paths else "there is no checkpoint yet"
 
 
-class Job(NamedTuple):
-    """A run with nothing left to choose.
+def _resolve(settings: Config) -> tuple[Cluster | None, Config]:
+    """Returns the place of this process among several, and the settings with nothing left to choose.
 
-    Attributes:
-        cluster: the place of this process among several that something else starts; None: it is alone.
-        settings: with a backend that is installed.
-        train: what the workers call.
+    Raises `UserError` as `launch`.
     """
-
-    cluster: Cluster | None
-    settings: Config
-    train: Callable[..., Any]
-
-
-def resolve(settings: Config, train: Callable[..., Any]) -> Job:
-    """Returns what is to run: where this process stands, with which backend. Raises `UserError` as `launch`."""
-    _check_takes_runner(train)
     settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
     check_installed(settings)
     cluster = _find_cluster(settings)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and settings.keeps_checkpoints:
         settings = dataclasses.replace(settings, resume=True)
-    return Job(cluster, settings if cluster else settings.with_devices_for_stages(), train)
+    return cluster, settings if cluster else settings.with_devices_for_stages()
 
 
 def _find_cluster(settings: Config) -> Cluster | None:
@@ -233,14 +221,13 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
         yield [f"{devices.kind}:{number % num_there}" for number in range(count)]
 
 
-def _run(job: Job) -> Any:
+def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
     """Runs in this process, or in one that is watched, or where this one cannot have the devices."""
-    cluster, settings, train = job
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
         is_rank = cluster is not None and settings.backend == "torch"  # the program that started it watches over it
         if is_rank or not (settings.max_restarts or settings.hang_timeout):
-            return _start(*job)
+            return _start(cluster, settings, train)
     except AlreadyStartedError as reason:
         if settings.verbose != 0:
             print(f"{reason}: this run gets a process of its own", flush=True)
@@ -340,8 +327,8 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         watchdog = Watchdog(timeout or None, compiler=str(settings.backend) if says_so else "")
         strategy.compiling = watchdog.compiling
         runner = Runner(settings, devices, strategy, watchdog)
-        one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
-        with ending_alike(processes), _training(), runner.training_function(), one_prints, refused:
+        one_prints = _only_prints_of(processes.rank == 0)
+        with ending_alike(processes), _training(), runner.training_function(), one_prints:
             result = train(runner)
         if outcome.place() is None:
             return result
@@ -370,21 +357,6 @@ def _training() -> Iterator[None]:
         yield
     finally:
         _is_training = False
-
-
-@contextlib.contextmanager
-def _operations_refused(is_deterministic: bool) -> Iterator[None]:
-    """Says in a line what torch or TensorFlow raise of an operation that has no deterministic algorithm."""
-    try:
-        yield
-    except Exception as error:
-        lines = [line for line in str(error).splitlines() if "determinis" in line]
-        if not is_deterministic or isinstance(error, RunError) or not lines:
-            raise
-        # Keras (3.15) writes some of it in bold. What follows the first sentence is for authors of kernels.
-        reason = re.sub(r"\x1b\[\d*m", "", lines[0]).strip().partition(". ")[0].partition(", but you")[0]
-        instead = "do without that operation, or leave --deterministic out"
-        raise UserError(f"--deterministic: {reason}; {instead}") from error
 
 
 @contextlib.contextmanager

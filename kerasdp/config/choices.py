@@ -1,6 +1,7 @@
 """Defines a choice of a run: it is written once, beside its field, and checks, flags, help and docs are made of it."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
@@ -91,23 +92,15 @@ def choice(default: T, group: str, allowed: Range, help: str, unset: str = "", *
     return dataclasses.field(default=default, metadata={"choice": known})
 
 
-_KNOWN: dict[type, dict[str, Choice]] = {}
-
-
+@functools.cache
 def choices_of(record: type) -> dict[str, Choice]:
     """Returns the choices that a dataclass has as fields, by name."""
-    if record not in _KNOWN:
-        _KNOWN[record] = {
-            field.name: dataclasses.replace(
-                field.metadata["choice"],
-                name=field.name,
-                kinds=typing.get_args(field.type) or (field.type,),
-                default=field.default,
-            )
-            for field in dataclasses.fields(record)
-            if "choice" in field.metadata
-        }
-    return _KNOWN[record]
+    found = {}
+    for field in dataclasses.fields(record):
+        kinds = typing.get_args(field.type) or (field.type,)
+        known = dataclasses.replace(field.metadata["choice"], name=field.name, kinds=kinds, default=field.default)
+        found[field.name] = known
+    return found
 
 
 def _as_plain(value: Any) -> Any:

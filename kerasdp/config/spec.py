@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -64,12 +63,10 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
         if not os.path.isfile(place):
             raise UserError(f"--{flag}: there is no file {place!r}. Received: {name!r}")
         stem = os.path.splitext(os.path.basename(place))[0]
-        loader = importlib.machinery.SourceFileLoader(stem, os.path.abspath(place))
-        module_spec = importlib.machinery.ModuleSpec(stem, loader, origin=loader.path)
-        module_spec.has_location = True  # sets the module's __file__
+        module_spec: Any = importlib.util.spec_from_file_location(stem, os.path.abspath(place))
         module = importlib.util.module_from_spec(module_spec)
         sys.modules.setdefault(stem, module)
-        loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     else:
         # A program's own folder is on the path, but not the folder it is started from.
         sys.path.append(os.getcwd())

@@ -6,7 +6,7 @@ import re
 import sysconfig
 import traceback
 
-from kerasdp.errors import DeviceError, WorkerError
+from kerasdp.errors import DeviceError, RunError, UserError, WorkerError
 
 _KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
@@ -30,8 +30,8 @@ def is_of_kit(path: str) -> bool:
 
 def of_error(error: BaseException, num_places: int) -> str:
     """Returns an error in a line, with so many lines of the user, the innermost first."""
-    # Keras (3.15) writes the message in bold, and the arguments after it.
-    text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0].split())[:400]
+    # Keras (3.15) writes the arguments after the message.
+    text = " ".join(_BOLD.sub("", str(error)).partition("Arguments received")[0].split())[:400]
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     places = [
         f"{os.path.basename(frame.f_code.co_filename)}:{line}"
@@ -62,8 +62,11 @@ _BUSY = "the GPU is held by another program, or set to one program at a time ({l
 _ASSERT = "an operation on the GPU got an index out of range ({line}); --device=cpu names the layer"
 _CUDA = "CUDA has failed ({line}); CUDA_LAUNCH_BLOCKING=1 in the environment shows the operation, nvidia-smi the GPU"
 
+_DETERMINISTIC = "--deterministic: {line}; do without that operation, or leave --deterministic out"
+
 # Texts of torch 2.13, jax 0.10 and TensorFlow 2.21, the special ones first.
 _KNOWN = (
+    (r"determinis", _DETERMINISTIC),
     (r"out of memory|can't allocate memory|RESOURCE_EXHAUSTED|OOM when allocating|CUBLAS_STATUS_ALLOC_FAILED", _MEMORY),
     (r"/dev/shm|No space left on device.*nccl|nccl.*No space left on device", _SHARED_MEMORY),
     (r"no kernel image is available|CUDA_ERROR_NO_BINARY_FOR_GPU", _KERNELS),
@@ -72,6 +75,7 @@ _KNOWN = (
     (r"nccl\w*Error|NCCL error|NCCL operation", _NCCL),
     (r"CUDA error|CUDA_ERROR_\w+|cuDNN error|CUDNN_STATUS_\w+|CUBLAS_STATUS_\w+", _CUDA),
 )
+_BOLD = re.compile(r"\x1b\[\d*m")  # in which Keras (3.15) writes some messages
 _FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow"}
 
 
@@ -83,15 +87,21 @@ def lost_process(error: BaseException) -> WorkerError | None:
     return WorkerError(f"another process of the run has gone ({found[1]}); its own output says why")
 
 
-def explained(error: Exception) -> DeviceError | None:
-    """Returns an error of a device as a line; None where a framework has raised it for another reason, or none has."""
+def explained(error: Exception) -> RunError | None:
+    """Returns an error of a device as a line; None where a framework has raised it for another reason, or none has.
+
+    An operation that has no deterministic algorithm is a mistake of the user, who asked for one.
+    """
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-    text = str(error)
-    is_plain = isinstance(error, RuntimeError) and re.search("CUDA|NCCL|cuDNN|DefaultCPUAllocator", text)  # of torch
+    text = _BOLD.sub("", str(error))
+    of_torch = "CUDA|NCCL|cuDNN|DefaultCPUAllocator|deterministic implementation"
+    is_plain = isinstance(error, RuntimeError) and re.search(of_torch, text)
     if not kinds & _FRAMEWORKS and not is_plain:
         return None
     for pattern, words in _KNOWN:
         for line in text.splitlines():
             if re.search(pattern, line, re.IGNORECASE):
+                if words == _DETERMINISTIC:  # what follows the first sentence is for authors of kernels
+                    return UserError(words.format(line=line.strip().partition(". ")[0].partition(", but you")[0]))
                 return DeviceError(words.format(line=line.strip()[:200].rstrip(".")))
     return None

@@ -278,18 +278,12 @@ def _find(holder: Any, seen: set[int]) -> tuple[str, str, Any, Exception] | None
 
 
 def _references(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the variables that a function, or the methods of a class, refer to, by name."""
+    """Yields the variables that a function refers to, by name."""
     if isinstance(holder, functools.partial):
         yield from (("the function", holder.func), *holder.keywords.items())
         yield from ((f"argument {number}", value) for number, value in enumerate(holder.args))
     elif isinstance(holder, types.MethodType):
         yield from (("self", holder.__self__), (holder.__name__, holder.__func__))
-    elif isinstance(holder, type):
-        yield from vars(holder).items()
-    elif type(holder).__module__ == "__main__" and not hasattr(
-        holder, "variables"
-    ):  # a user-defined object, not Keras'
-        yield from getattr(holder, "__dict__", {}).items()
     elif isinstance(holder, types.FunctionType):
         parameters = inspect.signature(holder, follow_wrapped=False).parameters.values()
         yield from ((one.name, one.default) for one in parameters if one.default is not one.empty)

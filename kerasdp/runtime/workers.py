@@ -43,22 +43,6 @@ _BYTES_OF_A_WORKER = 2**17
 _OF_IMPORTS = ("KERAS_", "CUDA_", "PYTHON", "LD_")
 
 
-def call_in_new_process(function: Callable[..., Any], *args: Any, name: str) -> Any:
-    """Calls a function in a new process, which ends with this one, however that ends; returns its result.
-
-    Args:
-        function: of a module.
-        *args: its arguments. Functions among them may be written anywhere.
-        name: of the process, for errors.
-
-    Raises:
-        UserError: if an argument refers to something that cannot be sent.
-        RunError: the function's own, or a `WorkerError` if the process died or raised anything else.
-        SystemExit: if the process was ended by a signal that this one got, too.
-    """
-    return run_workers(function, args, names=[name])
-
-
 def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., Any]) -> Any:
     """Runs `work(settings, train)` in a process of its own, restarts it if allowed; returns its result.
 

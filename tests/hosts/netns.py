@@ -11,19 +11,14 @@ can have such hosts at a time; and there is no way out to the internet. Files an
 A process of its own takes everything away when the program ends, however it ends.
 """
 
-import argparse
-import collections
 import contextlib
 import functools
 import json
 import os
 import pathlib
-import random
 import secrets
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,9 +27,6 @@ from collections.abc import Iterator
 INTERFACE = "eth0"
 NO_HOSTS = "needs root and network namespaces: the programs `ip` and `unshare` on Linux"
 _FOLDER = pathlib.Path("/etc/netns")
-# Of linux/if_packet.h and linux/if_ether.h, which Python's socket does not name.
-_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _ETH_P_ALL = 263, 15, 23, 3
-_VNET_HDR_BYTES = 10
 
 
 def address_of(number: int) -> str:
@@ -103,55 +95,12 @@ class Host:
         _kill(self.namespace)
 
 
-class Hosts(list[Host]):
-    """The hosts of a network."""
-
-    def __init__(self, hosts: list[Host], switch: str):
-        super().__init__(hosts)
-        self._switch = switch
-
-    @contextlib.contextmanager
-    def slowed(
-        self,
-        *,
-        delay: float = 0.0,
-        loss: float = 0.0,
-        bandwidth: float | None = None,
-    ) -> Iterator[None]:
-        """Makes the network slow within the context.
-
-        The switch is a program meanwhile, since not all kernels have `netem`: packets of TCP come through it as they
-        leave the sender, up to 64 KiB long.
-
-        Args:
-            delay: of each packet, in seconds.
-            loss: which share of the packets is lost, from 0 to 1.
-            bandwidth: of each network card, in bytes a second.
-        """
-        ports = [f"port{host.number}" for host in self]
-        for port in ports:
-            _ip("-n", self._switch, "link", "set", port, "nomaster")
-        arguments = [str(len(self)), f"--delay={delay}", f"--loss={loss}", f"--bandwidth={bandwidth or 0}"]
-        command = ["ip", "netns", "exec", self._switch, sys.executable, __file__, "forward", *arguments]
-        forwarding = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        try:
-            if forwarding.stdout.readline() != "ready\n":
-                raise RuntimeError("the program that slows the network has ended")
-            yield
-        finally:
-            forwarding.kill()
-            forwarding.wait()
-            forwarding.stdout.close()
-            for port in ports:
-                _ip("-n", self._switch, "link", "set", port, "master", "bridge")
-
-
 @contextlib.contextmanager
-def network(num_hosts: int) -> Iterator[Hosts]:
+def network(num_hosts: int) -> Iterator[list[Host]]:
     """Makes hosts that reach each other; takes them away at the end, with all processes on them."""
     token = f"kdp-{os.getpid()}-{secrets.token_hex(3)}"
     switch, names = f"{token}-switch", [f"{token}-host{number}" for number in range(num_hosts)]
-    command = [sys.executable, __file__, "remove", switch, *names]
+    command = [sys.executable, __file__, switch, *names]
     # In a session of its own, so that Ctrl-C does not end it; it begins when this end of its pipe is closed.
     remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -159,7 +108,7 @@ def network(num_hosts: int) -> Iterator[Hosts]:
         _ip("-n", switch, "link", "add", "bridge", "up", "type", "bridge")
         for number, name in enumerate(names):
             _plug(number, name, switch, num_hosts)
-        yield Hosts([Host(number, name, switch) for number, name in enumerate(names)], switch)
+        yield [Host(number, name, switch) for number, name in enumerate(names)]
     finally:
         remover.stdin.close()
         remover.wait(60)
@@ -213,54 +162,5 @@ def _remove(names: list[str]) -> None:
         shutil.rmtree(_FOLDER / name, ignore_errors=True)
 
 
-def _forward(chosen: argparse.Namespace) -> None:
-    """Carries packets between the ports of the switch until it is killed."""
-    num_hosts, delay, loss, bandwidth = chosen.num_hosts, chosen.delay, chosen.loss, chosen.bandwidth
-    ports = [_open_port(number) for number in range(num_hosts)]
-    drawn = random.Random(0)
-    # Due times rise in each queue, since all packets have the same delay.
-    queues: list[collections.deque] = [collections.deque() for _ in ports]
-    free_at = [0.0] * num_hosts
-    print("ready", flush=True)
-    while True:
-        due = min((queue[0][0] for queue in queues if queue), default=None)
-        wait = None if due is None else max(0.0, due - time.monotonic())
-        for port in select.select(ports, [], [], wait)[0]:
-            packet, now = port.recv(_VNET_HDR_BYTES + 65536 + 64), time.monotonic()
-            target = packet[_VNET_HDR_BYTES : _VNET_HDR_BYTES + 6]
-            others = [number for number, other in enumerate(ports) if other is not port]
-            number = int.from_bytes(target[4:])
-            for to in others if target[0] & 1 else [number] * (number in others):
-                if drawn.random() >= loss:
-                    if bandwidth:
-                        free_at[to] = max(now, free_at[to]) + len(packet) / bandwidth
-                    queues[to].append((max(now, free_at[to]) + delay, packet))
-        for port, queue in zip(ports, queues, strict=True):
-            while queue and queue[0][0] <= time.monotonic():
-                with contextlib.suppress(OSError):  # its cable is out
-                    port.send(queue.popleft()[1])
-
-
-def _open_port(number: int) -> socket.socket:
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-    # A header before each packet says what the sender left to its network card: checksums, and cutting into frames.
-    port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
-    port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    port.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # SO_RCVBUFFORCE: as much as comes within a pause
-    port.bind((f"port{number}", _ETH_P_ALL))
-    return port
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("remove").add_argument("names", nargs="+")
-    forward = commands.add_parser("forward")
-    forward.add_argument("num_hosts", type=int)
-    for option in ("--delay", "--loss", "--bandwidth"):
-        forward.add_argument(option, type=float)
-    chosen = parser.parse_args()
-    if chosen.command == "remove":
-        _remove(chosen.names)
-    else:
-        _forward(chosen)
+    _remove(sys.argv[1:])

@@ -55,7 +55,7 @@ def slurm_available() -> bool:
 class Slurm:
     """A cluster that runs."""
 
-    def __init__(self, hosts: netns.Hosts, folder: pathlib.Path, env: dict[str, str]):
+    def __init__(self, hosts: list[netns.Host], folder: pathlib.Path, env: dict[str, str]):
         self.hosts, self.folder = hosts, folder
         self._env = env | {"SLURM_CONF": str(folder / "slurm.conf")}
 

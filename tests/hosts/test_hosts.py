@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -148,20 +147,3 @@ def test_a_step_sends_the_gradients_alone(backend):
     print(f"\n{backend}, 2 hosts: a step sends {max(sent) / ideal - 1:+.1%} of the gradients' ring all-reduce, "
           f"{max(more[:, 0]) / ideal - 1:+.1%} with the headers of packets; {ideal:.0f} bytes")  # fmt: skip
     assert ideal < max(sent) < 1.05 * ideal
-
-
-@ON_HOSTS
-@pytest.mark.proof
-@pytest.mark.parametrize("backend", HOST_BACKENDS)
-def test_a_slow_network_costs_time_alone(backend):
-    """Every packet takes 50 ms, and one of a hundred is lost."""
-    settings = {"backend": backend, "epochs": 2}
-    expected = alone(**settings)
-    with netns.network(2) as hosts, hosts.slowed(delay=0.05, loss=0.01):
-        begin = time.monotonic()
-        found = results_of(on_hosts(hosts, **settings), timeout=400)[0]
-        seconds = time.monotonic() - begin
-    steps = found["moments"]
-    print(f"\n{backend}: {seconds:.0f} s, {(steps[-1] - steps[1]) / (len(steps) - 2):.2f} s a step; "
-          f"losses {differences(found, expected)[0]:.1e} from one process")  # fmt: skip
-    assert max(differences(found, expected)) < 1e-5

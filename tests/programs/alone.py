@@ -51,12 +51,6 @@ class Ranks:
     def begin(self):
         os.write(1, b"BEGIN %f\n" % time.time())  # whole lines, of two processes
 
-    def evaluates_last(self):
-        self.fit()
-        self.begin()
-        if self.runner.is_chief:
-            self.runner.evaluate(self.model, X, Y)
-
     def evaluates_before_fit(self):
         self.fit()
         self.begin()
@@ -64,29 +58,8 @@ class Ranks:
             self.runner.evaluate(self.model, X, Y)
         self.fit()
 
-    def model_predicts(self):
-        self.begin()
-        if self.runner.is_chief:
-            self.model.predict(X)
-        self.fit()
-
     def evaluates_in_callback(self):
         self.fit(callbacks=self.trouble(lambda: self.runner.evaluate(self.model, X, Y)))
-
-    def evaluates_after_epoch(self):
-        import keras
-
-        def on_epoch_end(epoch, logs):
-            if self.rank == 1:
-                self.begin()
-                self.runner.evaluate(self.model, X, Y)
-
-        self.fit(callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=on_epoch_end)])
-
-    def fits_more_often(self):
-        for _ in range(1 + self.rank):
-            self.begin()
-            self.fit()
 
     def returns_early(self):
         self.fit()
@@ -98,10 +71,6 @@ class Ranks:
     def swallows(self):
         with contextlib.suppress(ValueError):
             self.fit(callbacks=self.trouble(self.raise_))
-
-    def swallows_and_fits(self):
-        self.swallows()
-        self.fit()
 
     def swallows_and_sleeps(self):
         self.swallows()
@@ -121,15 +90,6 @@ class Ranks:
             self.model = self.new_model(5)
         self.fit()
 
-    def cannot_build(self):
-        try:
-            if self.rank == 1:
-                self.begin()
-                self.model.compile("no such optimizer")
-        except ValueError:
-            return
-        self.fit()
-
     def has_less_data(self):
         count = 64 - 8 * self.rank
         self.begin()
@@ -139,19 +99,12 @@ class Ranks:
         self.begin()
         self.fit(np.random.default_rng(self.rank).random(X.shape))
 
-    def has_more_epochs(self):
-        self.begin()
-        self.fit(epochs=2 + self.rank)
-
     def validates(self):
         self.begin()
         self.fit(validation_data=(X, Y) if self.rank == 1 else None)
 
     def exits(self):
         self.fit(callbacks=self.trouble(lambda: os._exit(0)))
-
-    def exits_with_3(self):
-        self.fit(callbacks=self.trouble(lambda: os._exit(3)))
 
     def calls_sys_exit(self):
         self.fit(callbacks=self.trouble(sys.exit))
@@ -164,13 +117,6 @@ class Ranks:
 
     def sleeps(self):
         self.fit(callbacks=self.trouble(lambda: time.sleep(1000)))
-
-    def sleeps_before_fit(self):
-        self.fit()
-        if self.rank == 1:
-            self.begin()
-            time.sleep(1000)
-        self.fit()
 
     def launches(self):
         self.begin()

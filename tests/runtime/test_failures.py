@@ -62,16 +62,10 @@ ELSEWHERE = OTHER + r"rank \d, at .*, and another one wait for each other in dif
 SAME = r"UserError: fit \(alone.py:\d+\): expected the same "
 # What one rank does alone: the exit code, and what is said.
 ALONE = {
-    "evaluates_last": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 has left the training function"),
     "evaluates_before_fit": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 calls fit \(alone.py:\d+\)"),
-    "model_predicts": (2, OTHER + r"rank 0 calls predict \(alone.py:\d+\), rank 1 calls fit"),
     "evaluates_in_callback": (2, ELSEWHERE),
-    "evaluates_after_epoch": (2, ELSEWHERE),
-    "fits_more_often": (2, OTHER + r"rank 0 has left the training function, rank 1 calls fit"),
     "returns_early": (2, OTHER + r"rank 0 calls fit .*, rank 1 has left the training function"),
-    "cannot_build": (2, OTHER + r"rank 0 calls fit .*, rank 1 has left the training function"),
     "swallows": (2, ELSEWHERE),
-    "swallows_and_fits": (2, ELSEWHERE),
     "swallows_and_sleeps": (
         1,
         r"rank 1 hangs at .*alone.py:\d+, in swallows_and_sleeps, rank 0 waits at .*, in fit: ",
@@ -88,10 +82,8 @@ ALONE = {
         2,
         SAME + r"x on all ranks. .* with some values on rank 0, others on rank 1; .*seed what is random",
     ),
-    "has_more_epochs": (2, SAME + r"epochs on all ranks. Received: 2 on rank 0, 3 on rank 1; give each the same"),
     "validates": (2, SAME + r"validation_data on all ranks. Received: nothing on rank 0"),
     "exits": (1, r"rank 1 ended by itself, without an error"),
-    "exits_with_3": (1, r"rank 1 ended with exit code 3"),
     "calls_sys_exit": (2, ELSEWHERE),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
     "launches": (2, r"UserError: launch: the function of another launch runs in this process"),
@@ -99,13 +91,9 @@ ALONE = {
         1,
         r"rank 1 hangs at .*alone.py:\d+, in .*, rank 0 waits at .*alone.py:\d+, in fit: nothing moved for 3 s",
     ),
-    "sleeps_before_fit": (
-        1,
-        r"rank 1 hangs at .*alone.py:\d+, in sleeps_before_fit, rank 0 waits at .*alone.py:\d+, in fit: nothing moved",
-    ),
 }
 # With the default: nothing of it has to be waited for; but what hangs needs a limit.
-HANG_TIMEOUTS = {"sleeps": 3, "sleeps_before_fit": 3, "swallows_and_sleeps": 3}
+HANG_TIMEOUTS = {"sleeps": 3, "swallows_and_sleeps": 3}
 # Ways in which ranks may differ.
 ALLOWED = {"has_a_callback": 0, "all_swallow_and_fit": 0, "works_after_fit": 1, "all_call_sys_exit": 0}
 ALONE_IN_SHORT = ("evaluates_before_fit", "evaluates_in_callback", "swallows", "launches", "has_a_callback")

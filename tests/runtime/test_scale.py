@@ -7,14 +7,11 @@ import concurrent.futures
 import functools
 import json
 import os
-import resource
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, assert_same, environment, left_in, make_images, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, assert_same, left_in, make_images, result_of, run
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(4 * 3600)]
 NUM_FITS = int(os.environ.get("KERASDP_FITS", "50"))
@@ -121,32 +118,6 @@ def test_a_folder_of_many_images_is_listed_soon(many_files):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_folder_of_many_images_is_trained_on(many_files, backend, count, tmp_path):
-    """To the first step and no further: what it takes to begin."""
-    flags = ["--dataset=images(size=(8,8))", f"--data_dir={many_files}", "--model=mlp", "--max_steps=3", "--epochs=1"]
-    flags += [f"--workdir={tmp_path}/run", "--log_every=1", "--checkpoint_every=never", "--device=cpu", "--check=off"]
-    command = [sys.executable, "-c", MEASURED, str(ROOT / "recipes" / "train.py")]
-    begin = time.monotonic()
-    done = subprocess.run(
-        [*command, f"--backend={backend}", f"--gpus={count}", *flags], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
-    seconds = time.monotonic() - begin
-    assert done.returncode == 0, done.stderr[-3000:]
-    print(f"\n{backend} x {count}: {NUM_FILES:,} files, 3 steps: {seconds:.0f} s; {done.stdout.splitlines()[-1]}")
-
-
-# Runs a recipe, and says the most memory that it, or one of its processes, has held.
-MEASURED = """
-import resource, subprocess, sys
-code = subprocess.run([sys.executable, *sys.argv[1:]]).returncode
-print("the largest process:", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024, "MiB", flush=True)
-sys.exit(code)
-"""
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_at_once_are_kept_apart(backend, tmp_path):
     """Four runs, each with a workdir in one folder: each learns what it learns alone, and has its own files."""
     flags = ["--model=mlp", "--max_steps=20", "--log_every=1", "--checkpoint_every=5", "--device=cpu", "--gpus=2"]
@@ -178,9 +149,3 @@ def files_of(workdir):
     # A checkpoint that is due while the one before it is being written is left out: the disk decides.
     names -= {f"checkpoints/step-{step:08}.safetensors" for step in (5, 10, 15)}
     return losses, sorted(names), json.loads((workdir / "config.json").read_text())["seed"]
-
-
-def test_the_machine_allows_it():
-    """How many files and processes there may be, for those who read the figures above."""
-    for name in ("RLIMIT_NOFILE", "RLIMIT_NPROC"):
-        print(f"\n{name}: {resource.getrlimit(getattr(resource, name))}", end="")

@@ -15,8 +15,14 @@ import pytest
 
 from kerasdp.errors import UserError
 from kerasdp.runtime.sending import sent
-from kerasdp.runtime.workers import call_in_new_process
+from kerasdp.runtime.workers import run_workers
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+
+def called(function):
+    """What a function returns in a new process."""
+    return run_workers(operator.call, (function,), names=["it"])
+
 
 LOSSES = [1.523931, 1.517146]  # of callers.py, on any backend and number of devices
 lock = threading.Lock()
@@ -76,7 +82,7 @@ def test_what_a_function_refers_to_comes_with_it(tmp_path):
             part.shape,
         )
 
-    found = call_in_new_process(operator.call, look, name="it")
+    found = called(look)
     assert found == ([7, 99_999], 3, "memmap", str(tmp_path / "mapped"), 201.0, (40, 20))
     assert array[0, 0] == 0
     with sent(look) as ready:
@@ -93,10 +99,10 @@ def test_a_module_that_no_worker_can_import(tmp_path):
     sys.modules["hidden"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     try:
-        assert call_in_new_process(operator.call, module.function, name="it") == 42
+        assert called(module.function) == 42
     finally:
         del sys.modules["hidden"]
-    assert call_in_new_process(operator.call, runpy.run_path(str(tmp_path / "hidden.py"))["function"], name="it") == 42
+    assert called(runpy.run_path(str(tmp_path / "hidden.py"))["function"]) == 42
 
 
 def holder_of(value):
@@ -149,7 +155,7 @@ UNITS_OF = ["torch", 3]
 
 
 def test_what_the_body_of_a_class_refers_to_comes_with_it():
-    assert call_in_new_process(operator.call, lambda: with_a_class("torch"), name="it") == 3
+    assert called(lambda: with_a_class("torch")) == 3
 
 
 def test_data_of_tensorflow_made_before_launch_is_told(tmp_path):

@@ -1,10 +1,10 @@
-"""What a run of one machine listens on: loopback alone."""
+"""What a run of one machine listens on: loopback alone; and no other user opens its sockets, files and memory."""
 
 import pytest
 
 from tests.helpers import BACKENDS
 from tests.hosts import netns
-from tests.security.listeners import listeners, reachable_by_others, table
+from tests.security.listeners import listeners, reachable_by_others, shared_memory, table
 from tests.security.runs import Run
 
 pytestmark = pytest.mark.skipif(not netns.hosts_available(), reason=netns.NO_HOSTS)
@@ -36,4 +36,6 @@ def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, dev
         for each in listeners(pids):
             assert each.is_loopback, f"other machines reach it: {each}"
             assert each.kind != "unix" or not reachable_by_others(each.address), f"other users reach it: {each}"
+        for path in [*map(str, run.temporary.rglob("*")), *shared_memory(pids)]:
+            assert not reachable_by_others(path), f"other users open it: {path}"
         assert len(run.losses()) == 40
