@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kerasdp import parity, pipeline
     from kerasdp.checkpoint.trained import export, load_model
     from kerasdp.cli.main import main
-    from kerasdp.data.buckets import Buckets
+    from kerasdp.data.batch_reader import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ImageFolder, RecordSource
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 # What needs Keras or absl is imported when it is first asked for.
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
-    "Buckets": "kerasdp.data.buckets",
+    "Buckets": "kerasdp.data.batch_reader",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
     "Order": "kerasdp.data.sampling",
