@@ -1,6 +1,7 @@
 """Decides when a checkpoint of a `fit` is written, and resumes from one."""
 
 import contextlib
+import dataclasses
 import math
 import socket
 import time
@@ -75,51 +76,47 @@ def resume(
     return saved
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Checkpointer:
     """Writes a checkpoint when one is due, and when a signal asks the run to end.
 
     Not a callback: it saves what the callbacks left, so it is called after all of them. Each rank has one, but only
     rank 0 writes: the state is the same on all.
+
+    Args:
+        stateful: the callbacks whose state is saved.
+        read: see `kerasdp.backends.base.Strategy.read`.
+        data_state: returns, in JSON, what the data needs to continue with a batch of an epoch.
+        resumed: the checkpoint from which the run resumes, or None.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run_state: RunState,
-        recorder: Recorder,
-        model: keras.Model,
-        stateful: list[keras.callbacks.Callback],
-        *,
-        processes: Processes,
-        num_devices: int,
-        read: training_state.Read,
-        data_state: Callable[[int, int], Any],
-        identity: dict[str, Any],
-        folder: str,
-        resumed: Checkpoint | None,
-    ):
-        """Makes the one of this rank.
+    config: Config
+    run_state: RunState
+    recorder: Recorder
+    model: keras.Model
+    stateful: list[keras.callbacks.Callback]
+    processes: Processes
+    num_devices: int
+    read: training_state.Read
+    data_state: Callable[[int, int], Any]
+    identity: dict[str, Any]
+    folder: str
+    resumed: Checkpoint | None
 
-        `stateful` are the callbacks whose state is saved; `read`: see `kerasdp.backends.base.Strategy.read`;
-        `data_state` returns, in JSON, what the data needs to continue with a batch of an epoch.
-        """
-        self.config, self.run_state, self.recorder, self.model = config, run_state, recorder, model
-        self.stateful, self.processes, self.num_devices = stateful, processes, num_devices
-        self.identity, self.folder = identity, folder
-        self.every_steps, self.every_seconds = config.checkpoint_interval()
-        self.best = resumed.state["best"] if resumed else None
-        self._read, self._data_state, self._resumed = read, data_state, resumed
-        self._begin = [training_state.plain_attributes(callback) for callback in stateful]
-        self._unsaved: list[dict[str, str]] = [{} for _ in stateful]
+    def __post_init__(self) -> None:
+        self.every_steps, self.every_seconds = self.config.checkpoint_interval()
+        self.best = self.resumed.state["best"] if self.resumed else None
+        self._begin = [training_state.plain_attributes(callback) for callback in self.stateful]
+        self._unsaved: list[dict[str, str]] = [{} for _ in self.stateful]
         self._warned: set[str] = set()
         self._last_time = time.monotonic()
-        self._last_saved = -1
-        self._architecture = training_state.architecture_of(model) if processes.rank == 0 else None
-        self._last_step = run_state.step
+        self._last_saved, self._last_step = -1, self.run_state.step
         self._train_metrics: dict[str, Any] = {}
-        self.writer = files.Writer(folder, config.keep, report.warn) if processes.rank == 0 else None
-        if self.writer and resumed:
-            self.writer.last_good = files.path_of(folder, resumed.state["step"])
+        is_chief = self.processes.rank == 0
+        self._architecture = training_state.architecture_of(self.model) if is_chief else None
+        self.writer = files.Writer(self.folder, self.config.keep, report.warn) if is_chief else None
+        if self.writer and self.resumed:
+            self.writer.last_good = files.path_of(self.folder, self.resumed.state["step"])
 
     def restore_callbacks(self) -> None:
         """Gives the callbacks their saved state. Call after their `on_train_begin`, in which they reset it."""
@@ -129,9 +126,9 @@ class Checkpointer:
             after = training_state.plain_attributes(callback)
             for name in [name for name in known if after.get(name) != known[name]]:
                 del known[name]
-        if self._resumed:
-            states = self._resumed.state["callbacks"]
-            left = training_state.restore_callbacks(self.stateful, states, self._resumed.arrays, self.model)
+        if self.resumed:
+            states = self.resumed.state["callbacks"]
+            left = training_state.restore_callbacks(self.stateful, states, self.resumed.arrays, self.model)
             if left and self.writer:
                 report.warn(f"--resume: not restored: {', '.join(left)}; what this run has there stays")
         self._unsaved = [training_state.unsaved_attributes(callback) for callback in self.stateful]
@@ -139,9 +136,9 @@ class Checkpointer:
     def begin_epoch(self) -> None:
         """Gives the metrics the values of a resumed epoch's first part, which Keras has just reset."""
         self._train_metrics = {}
-        if self._resumed and self._resumed.state["batch"]:
-            training_state.restore(self.model, self._resumed.arrays, ("metrics",))
-        self._resumed = None
+        if self.resumed and self.resumed.state["batch"]:
+            training_state.restore(self.model, self.resumed.arrays, ("metrics",))
+        self.resumed = None
 
     def after_step(self) -> None:
         """Writes a checkpoint if one is due; ends the run if a signal has come."""
@@ -162,7 +159,7 @@ class Checkpointer:
         known = training_state.variables_of(self.model, ("metrics",))
         values: Iterable[Any] = map(training_state.to_numpy, known.values())
         if self.config.shard != "none":
-            values = self._read(self.model, list(known.values()), training_state.to_numpy)
+            values = self.read(self.model, list(known.values()), training_state.to_numpy)
         self._train_metrics = dict(zip(known, values))
 
     def after_test_step(self) -> None:
@@ -223,7 +220,7 @@ class Checkpointer:
         if is_written or self._reads_together:
             without, known = self._left_out(), training_state.variables_of(self.model)
             variables = {name: variable for name, variable in known.items() if name not in without}
-        values = self._read(self.model, list(variables.values()), training_state.to_numpy if is_written else None)
+        values = self.read(self.model, list(variables.values()), training_state.to_numpy if is_written else None)
         if self.writer is None or not is_written:
             return
         arrays = dict(zip(variables, values, strict=True)) | self._train_metrics
@@ -233,7 +230,7 @@ class Checkpointer:
             "step": step,
             "epoch": position.epoch,
             "batch": position.batch,
-            "data": self._data_state(position.epoch, position.batch),
+            "data": self.data_state(position.epoch, position.batch),
             "stopped": is_stopped,
             "best": self.best,
             "identity": self.identity,
@@ -264,7 +261,7 @@ class Checkpointer:
         """
         if self.config.checkpoint_weights == "all":
             return {}
-        read = self._read if self._reads_together else None
+        read = self.read if self._reads_together else None
         if training_state.digest_of_frozen(self.model, read) != self.identity[training_state.FROZEN]:
             raise UserError(
                 f"--checkpoint_weights=trained: frozen weights of {self.model.name}, which no checkpoint holds, have "

@@ -1,4 +1,4 @@
-"""Reads batches that come ready-made: by number (PyDataset), or in turn (tf.data, DataLoaders, generators, Grain).
+"""Reads batches that come ready-made, by number (`PyDataset`), and makes such of sequences; `streams.py` reads in turn.
 
 One process reads and hands out: an object that each process read by itself might give each of them other batches.
 """
@@ -8,22 +8,22 @@ import functools
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import keras
 import numpy as np
 
-from kerasdp.data import streams
 from kerasdp.data.batch import Batch, Reader, batch_of
-from kerasdp.data.sampling import Order, Split
-from kerasdp.data.sources import num_samples, take_rows, weights_of_classes
-from kerasdp.data.streams import END, Item, Stream, unpacked
+from kerasdp.data.sampling import Order, Split, epoch_order
+from kerasdp.data.sources import as_arrays, num_samples, take_rows, weights_of_classes
 from kerasdp.errors import UserError, WorkerError
 from kerasdp.runtime.ranks import Scatter
 from kerasdp.runtime.workers import end_with_parent
 
+# Stands for a batch where there is none left.
+END: Any = object()
 # Number of the messages about the first batch; those of an epoch's batches have the next ones.
 _FIRST = 0
 # So long the others wait when rank 0 could not read: its error has the frames, and the first one that is seen is shown.
@@ -120,7 +120,7 @@ class BatchReader(Reader):
         return part
 
     def _unpacked(self, data: Any) -> tuple[Any, Any, Any]:
-        inputs, targets, sample_weight = unpacked(data)
+        inputs, targets, sample_weight = as_arrays(keras.utils.unpack_x_y_sample_weight(data))
         if self._class_weight is not None:
             if sample_weight is not None:
                 raise UserError("give class_weight, or sample weights in the batches of x, not both")
@@ -245,179 +245,87 @@ def _batch(index: int) -> Any:
     return _own[0][index]
 
 
-# So many batches may have been read, but not yet trained (`steps_per_execution`), when a checkpoint is written.
-_MOST_AHEAD = 256
+class Buckets(keras.utils.PyDataset):
+    """Batches of sequences of similar length, padded at their end to one of a few lengths.
 
+    A sequence is in the bucket of the shortest of these lengths that holds it; what is longer than all is cut. All
+    batches are full but the last of the longest bucket: what is left of a bucket goes to the next longer one. So a
+    compiled step is compiled once for each length, and once for the last batch. Each sequence comes once in an epoch.
 
-class StreamReader(BatchReader):
-    """Batches of anything that can be iterated, in the order that it has.
+    Args:
+        sequences: of whole numbers, each of shape `(length,)`.
+        targets: an array with a row for each sequence, or a list of sequences as long as these, padded likewise.
+        lengths: to which they are padded.
+        batch_size: the global batch.
+        shuffle: whether each epoch has new batches; else they are the same, the shortest first.
+        seed: of that shuffling. In which order the batches come, `fit` decides.
+        padding: the number that stands for nothing, as `mask_zero` of Keras' `Embedding` has it.
 
-    What can be read only once is read on and on, others from their begin in each epoch. In training, with `steps`
-    batches an epoch, the next one continues where the last one ended. An evaluation begins with the first batch.
+    Raises:
+        UserError: if there are no sequences or lengths, or not as many targets as sequences.
     """
 
     def __init__(
         self,
-        batches: Any,
-        *args: Any,
-        seed: int | None = None,
-        known_streams: dict[int, Stream] | None = None,
-        **kwargs: Any,
+        sequences: Sequence[Any],
+        targets: Any,
+        *,
+        lengths: Sequence[int],
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        padding: int = 0,
     ):
-        """Makes the reader of this process.
+        super().__init__()
+        if not len(sequences) or len(sequences) != len(targets):
+            raise UserError(
+                f"expected sequences, and a target for each. Received: {len(sequences)} and {len(targets)} targets"
+            )
+        if not lengths or min(lengths) < 1 or batch_size < 1:
+            raise UserError(f"expected lengths and a batch of at least 1. Received: {list(lengths)}, {batch_size}")
+        self._sequences, self._lengths, self._padding = sequences, sorted(set(lengths)), padding
+        self._targets = np.asarray(targets) if hasattr(targets, "shape") else targets
+        self._batch_size, self._shuffle, self._seed, self._epoch = batch_size, shuffle, seed, -1
+        # The bucket of each sequence, by the number of its length.
+        sizes = np.array([len(sequence) for sequence in sequences])
+        self._bucket_of = np.minimum(np.searchsorted(self._lengths, sizes), len(self._lengths) - 1)
+        self._batches = self._arranged(0)
 
-        Args:
-            batches: gives batches.
-            *args: as in `BatchReader`.
-            seed: for training: of the random numbers with which an object shuffles that has no seed of its own.
-            known_streams: keeps what can be read only once, with what was read ahead of its use, by its `id`.
-            **kwargs: as in `BatchReader`.
+    def __len__(self) -> int:
+        return len(self._batches)
 
-        Raises:
-            UserError: if the batches have no end, or are only a part of those of the run.
-        """
-        super().__init__(batches, *args, **kwargs)
-        streams.refuse_split_data(batches)
-        self._seed, self._is_read_once = seed, streams.is_read_once(batches)
-        self._continues = self._is_read_once or (self._steps is not None and seed is not None)
-        self._stream: Stream | None = None  # where this process reads
-        if self._is_read_once and self._reads:
-            known = {} if known_streams is None else known_streams
-            self._stream = known.setdefault(id(batches), Stream(batches))
-        self.num_batches = self._steps or streams.length_of(batches)
-        if self._scatter is not None:
-            self.num_batches = self._scatter([self.num_batches] * self._num_processes, 0)
-        # Pass that was opened last; whether nobody has taken a batch of it; batches taken since then (of the run, if an
-        # epoch continues the last one), and their rows.
-        self._pass, self._is_fresh, self._num_taken, self._rows = -1, False, 0, 0
-        self._is_over = False
-        self._resumed_with: dict[str, Any] | None = None
-        self._read_last: list[tuple[int, Item]] = []
-        self._records: dict[int, dict[str, Any]] = {}
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a batch: int32 sequences of shape `(rows, length)`, and their targets."""
+        length, numbers = self._batches[index]
+        inputs = self._padded([self._sequences[number] for number in numbers], length)
+        if isinstance(self._targets, np.ndarray):
+            return inputs, self._targets[numbers]
+        return inputs, self._padded([self._targets[number] for number in numbers], length)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """See `Reader`."""
-        if not self._continues and not (self._is_fresh and self._pass == epoch):
-            self._open(epoch)
-        elif not self._is_read_once and self._pass < 0:
-            self._open(0)
-        self._is_fresh = self._is_over = False
-        self._read_last.clear()
-        self._drop_before(self._place(epoch, start))
-        for number in itertools.count(start) if self.num_batches is None else range(start, self.num_batches):
-            yield functools.partial(self._read, epoch, number)
+    def on_epoch_begin(self) -> None:
+        """Puts the sequences together again, in a new order."""
+        self._epoch += 1
+        if self._shuffle:
+            self._batches = self._arranged(self._epoch)
 
-    def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """See `Reader`."""
-        place = self._place(epoch, batch)
-        self._resumed_with = saved or {}
-        if saved and saved["state"] is not None and not self._is_read_once:
-            self._open(epoch if not self._continues else saved["pass"], saved["state"])
-            self._num_taken, self._rows = place, saved["rows"]
-        elif self._continues:
-            if not self._is_read_once and self._pass < 0:
-                self._open(0)
-            self._drop_before(place)
-        elif self._reads and epoch:
-            streams.skip_passes(self.batches, epoch - 1)  # the first one was opened for its first batch
-            self._is_fresh = False
+    def _arranged(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """Returns the length of each batch of an epoch, and the numbers of its sequences."""
+        batches = []
+        waiting = np.zeros(0, int)
+        for bucket, length in enumerate(self._lengths):
+            own = np.flatnonzero(self._bucket_of == bucket)
+            if self._shuffle:
+                own = own[epoch_order(len(own), self._seed, epoch)]
+            waiting = np.concatenate([waiting, own])
+            is_last = bucket == len(self._lengths) - 1
+            end = len(waiting) if is_last else len(waiting) - len(waiting) % self._batch_size
+            batches += [
+                (length, part)
+                for part in np.split(waiting[:end], range(self._batch_size, end, self._batch_size))
+                if end
+            ]
+            waiting = waiting[end:]
+        return batches
 
-    def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """See `Reader`."""
-        return self._records.get(self._place(epoch, batch))
-
-    def end_epoch(self, number: int) -> None:
-        """See `Reader`. Of an object that can be read only once, what was read ahead will come again."""
-        items = [item for place, item in self._read_last if place >= number]
-        if self._is_read_once and self._stream is not None:
-            self._stream.give_back(items)
-        self._read_last.clear()
-
-    def _place(self, epoch: int, batch: int) -> int:
-        """Returns how many batches are before one: of the run if an epoch continues the last one, else of its epoch."""
-        return epoch * (self._steps or 0) + batch if self._continues else batch
-
-    def _look(self) -> Any:
-        if self._stream is None:
-            self._open(0)
-        return self._stream.peek() if self._stream else END
-
-    def _open(self, number: int, state: Any = None) -> None:
-        """Begins a pass over the data, in each process alike; with a state, after the batch of that state."""
-        if self._seed is not None:
-            streams.seed_pass(self.batches if self._reads else (), self._seed, number)
-        if self._reads:
-            self._stream = Stream(self.batches, state)
-        self._pass, self._is_fresh = number, True
-        if not self._continues:
-            self._num_taken = self._rows = 0
-
-    def _read(self, epoch: int, number: int) -> Batch | None:
-        if self._is_over:
-            return None
-        place, rows_before = self._place(epoch, number), self._rows
-        taken: list[Item] = []
-
-        def read() -> Any:
-            item = self._take()
-            if item is END:
-                self._require_some(number, epoch)
-                return END
-            taken.append(item)
-            return item.data
-
-        def cut(data: Any) -> list[Batch]:
-            parts = self._parts(data, rows_before)
-            self._rows += len(parts[0].indices)
-            self._keep(place, number, taken[0], data)
-            return parts
-
-        batch = self._handed_out(read, cut, number + 1)
-        self._is_over = batch is None
-        self._num_taken += batch is not None
-        return batch
-
-    def _take(self) -> Any:
-        item = self._stream.take() if self._stream else END
-        # In training an epoch of more batches than there are continues with the next pass, as with arrays.
-        if item is END and self._steps and self._seed is not None and not self._is_read_once:
-            self._open(self._pass + 1)
-            item = self._stream.take() if self._stream else END
-        return item
-
-    def _keep(self, place: int, number: int, item: Item, data: Any) -> None:
-        """Keeps what may be asked for: the batches read last, and what a checkpoint needs of them."""
-        self._read_last = [*self._read_last[-3:], (number, item)]  # a feed reads three ahead
-        digest = streams.digest_of(data)
-        self._records[place + 1] = {"pass": self._pass, "rows": self._rows, "digest": digest, "state": item.state}
-        self._records.pop(place + 1 - _MOST_AHEAD, None)
-
-    def _require_some(self, number: int, epoch: int) -> None:
-        if number or not self._num_taken or not self._is_read_once:
-            return
-        left, steps = f" for epoch {epoch + 1}", "steps_per_epoch"
-        if self._seed is None:
-            left, steps = " to evaluate on", "validation_steps"
-        raise UserError(
-            f"x: the {streams.kind_of(self.batches)} gave {self._num_taken} batches, and has none left{left}: it can "
-            f"be read only once; add {steps}, or give an object that can be iterated anew"
-        )
-
-    def _drop_before(self, place: int) -> None:
-        """Reads the batches before a place again, which a run was trained on before it was resumed."""
-        missing: int = place - self._num_taken
-        item: Any = None
-        for _ in range(missing if self._reads else 0):
-            if (item := self._take()) is END:
-                break
-            self._rows += len(keras.tree.flatten(item.data)[0])
-        self._num_taken = max(self._num_taken, place)
-        if item is None or item is END or self._resumed_with is None:
-            return
-        is_other = self._resumed_with.get("digest") not in (None, streams.digest_of(self._unpacked(item.data)))
-        end = "; the last is NOT the one of then: seed what shuffles, or the loss curve is another" if is_other else ""
-        kind = streams.kind_of(self.batches)
-        self.warn(
-            f"--resume: no checkpoint holds the state of the {kind}: {missing} batches were read again and dropped{end}"
-        )
-        self._resumed_with = None
+    def _padded(self, sequences: list[Any], length: int) -> np.ndarray:
+        return keras.utils.pad_sequences(sequences, length, padding="post", truncating="post", value=self._padding)

@@ -210,15 +210,12 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "synthetic": synthetic,
     "images": images,
 }
-_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_BYTES = b"\0\0\x08"  # with which a file of unsigned bytes begins
 _MOST_AXES = 8  # images in colour have 4
 
 
 def read_idx(path: str) -> np.ndarray:
-    """Reads one IDX file, plain or gzipped.
-
-    Returns:
-        The array, in this machine's byte order.
+    """Reads one IDX file of unsigned bytes, plain or gzipped.
 
     Raises:
         UserError: if the file is truncated, damaged or no IDX file.
@@ -228,11 +225,10 @@ def read_idx(path: str) -> np.ndarray:
             start = file.read(4)
             num_axes = start[3] if len(start) == 4 else 0
             sizes = file.read(4 * num_axes)
-            is_idx = 0 < num_axes <= _MOST_AXES and start[:2] == b"\0\0" and start[2] in _DTYPES
-            if not is_idx or len(sizes) < 4 * num_axes:
+            if start[:3] != _BYTES or not 0 < num_axes <= _MOST_AXES or len(sizes) < 4 * num_axes:
                 raise UserError(f"{path}: expected an IDX file, but it does not begin like one; fetch the file again")
-            dtype, shape = np.dtype(_DTYPES[start[2]]), tuple(np.frombuffer(sizes, ">u4").tolist())
-            expected = math.prod(shape) * dtype.itemsize
+            shape = tuple(np.frombuffer(sizes, ">u4").tolist())
+            expected = math.prod(shape)
             content = file.read(expected + 1)  # whatever else a .gz may grow to
     except (OSError, EOFError, MemoryError, OverflowError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}); fetch the file again") from error
@@ -241,7 +237,7 @@ def read_idx(path: str) -> np.ndarray:
         raise UserError(
             f"{path}: expected {expected} bytes for shape {shape}. Received: {received}; fetch the file again"
         )
-    return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+    return np.frombuffer(content, "uint8").reshape(shape)
 
 
 def read_idx_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:

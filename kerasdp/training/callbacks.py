@@ -112,11 +112,11 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self, config: Config, stateful: list[keras.callbacks.Callback], identity: dict[str, Any], folder: str
     ) -> Checkpointer:
         return Checkpointer(
-            config,
-            self.state,
-            self.recorder,
-            self._trained,
-            stateful,
+            config=config,
+            run_state=self.state,
+            recorder=self.recorder,
+            model=self._trained,
+            stateful=stateful,
             processes=self._strategy.processes,
             num_devices=self._strategy.num_devices,
             read=self._strategy.read,

@@ -9,10 +9,10 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch, Feed, Reader, SampleReader
-from kerasdp.data.batch_reader import IndexedReader, StreamReader
+from kerasdp.data.batch_reader import IndexedReader
 from kerasdp.data.sampling import Order, Split, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, refuse_strings, weights_of_classes
-from kerasdp.data.streams import Stream, length_of
+from kerasdp.data.streams import Stream, StreamReader, length_of
 from kerasdp.errors import UserError
 from kerasdp.portability.random import DATA, portable_draws
 from kerasdp.reporting import report

@@ -40,7 +40,8 @@ def make(tmp_path):
         recorder = Recorder(state, facts, folder=None)
         recorder.set_model(model)
         one = Checkpointer(
-            config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1,
+            config=config, run_state=state, recorder=recorder, model=model, stateful=list(callbacks),
+            processes=SingleProcess(), num_devices=1,
             identity={}, resumed=None,
             read=lambda model, variables, take: list(map(take, variables)) if take else [],
             folder=str(tmp_path / "checkpoints"),

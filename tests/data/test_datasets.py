@@ -1,11 +1,8 @@
 """The named data sets, from real and from made files."""
 
-import functools
 import hashlib
-import http.server
 import io
 import os
-import threading
 
 import keras
 import numpy as np
@@ -70,38 +67,17 @@ def test_fashion_mnist_of_the_system(tmp_path, monkeypatch):
     assert load_data(Config(dataset="fashion_mnist")).train.num_samples == 6
 
 
-@pytest.fixture
-def downloads(tmp_path, monkeypatch):
-    """A server on this machine in place of the one that Keras downloads from."""
-    (tmp_path / "served").mkdir()
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    original = keras.utils.get_file
-
-    def get_file(fname, origin, **settings):
-        path = tmp_path / "served" / fname
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else settings["file_hash"]
-        url = f"http://127.0.0.1:{server.server_port}/{fname}"
-        return original(fname, url, cache_dir=str(tmp_path / "cache"), file_hash=digest)
-
-    monkeypatch.setattr("keras.src.datasets.mnist.get_file", get_file)
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
-    monkeypatch.delenv("http_proxy", raising=False)
-    yield tmp_path / "served"
-    server.shutdown()
-    server.server_close()
-
-
-def test_download(downloads):
-    (x_train, y_train), (x_test, y_test) = some_images(6, 28, 28), some_images(3, 28, 28)
-    np.savez(downloads / "mnist.npz", x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+def test_what_keras_downloads(monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: (some_images(6, 28, 28), some_images(3, 28, 28)))
     data = load_data(Config(dataset="mnist"))
     assert data.input_shape == (28, 28, 1)
-    assert data.train.targets(np.arange(6))[0].tolist() == y_train.tolist()
+    assert data.train.targets(np.arange(6))[0].tolist() == some_images(6, 28, 28)[1].tolist()
 
+    def fail():
+        raise Exception("URL fetch failure")  # as Keras raises it
 
-def test_a_download_that_fails_is_one_line(downloads):
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", fail)
     with pytest.raises(UserError, match="mnist could not be downloaded .* or choose --dataset=digits"):
         load_data(Config(dataset="mnist"))
 
@@ -144,17 +120,9 @@ def bomb():
     return picture.getvalue()
 
 
-@pytest.mark.short("bomb.png", "broken.ppm", "half.gif")
-@pytest.mark.parametrize(
-    "kind", ["bomb.png", "broken.ppm", "huge.ppm", "truncated.png", "chunk.png", "half.gif", "no.bmp"]
-)
+@pytest.mark.parametrize("kind", ["bomb.png", "broken.ppm", "half.gif"])
 def test_an_image_that_cannot_be_read_is_one_line(kind, tmp_path):
-    make_images(tmp_path, {"cat": 1})
-    good = (tmp_path / "cat" / "0.png").read_bytes()
-    content = {
-        "bomb.png": bomb(), "broken.ppm": b"P6 3 x 255\n", "huge.ppm": b"P6 99999 99999 255\n", "half.gif": b"GIF89a\1",
-        "truncated.png": good[: len(good) // 2], "chunk.png": good[:8] + b"\xff" * 40, "no.bmp": b"BM" + b"\xff" * 60,
-    }[kind]  # fmt: skip
+    content = {"bomb.png": bomb(), "broken.ppm": b"P6 3 x 255\n", "half.gif": b"GIF89a\1"}[kind]
     path = tmp_path / kind
     path.write_bytes(content)
     source = ImageFolder([str(path)], np.zeros(1, "int32"), (8, 8), 3)

@@ -1,6 +1,5 @@
 """Batches as each process sees them."""
 
-import itertools
 import threading
 import time
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from kerasdp.data.batch import Feed, SampleReader
-from kerasdp.data.batch_reader import IndexedReader, StreamReader
+from kerasdp.data.batch_reader import IndexedReader
 from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import ArraySource
 from kerasdp.runtime.run_state import Position, RunState
@@ -146,28 +145,6 @@ def test_a_feed_resumes_within_an_epoch():
     assert sorted(source.read) == sorted(expected[3:])
     rest.run_state.begin_epoch(3)
     assert rest.run_state.num_skipped == 0 and len(list(rest)) == 5
-
-
-@pytest.mark.parametrize("stop", [(0, 1), (1, 0), (1, 1), (2, 1)])
-def test_batches_of_a_stream_resume(stop):
-    """Two steps an epoch, of four in the stream."""
-
-    def feed():
-        batches = [(X[i : i + 3], Y[i : i + 3]) for i in range(0, 11, 3)]
-        stream = itertools.cycle(batches)
-        return Feed(StreamReader(stream, Split(1), (0, 1), 2), lambda batch: batch.targets.tolist(), RunState())
-
-    def epochs(of, first):
-        found = []
-        for epoch in range(first, 3):
-            of.run_state.begin_epoch(epoch)
-            found += list(of)
-        return found
-
-    rest = feed()
-    rest.reader.first()
-    resume(rest, *stop)
-    assert epochs(rest, stop[0]) == epochs(feed(), 0)[2 * stop[0] + stop[1] :]
 
 
 def test_a_dataset_that_shuffles_itself_resumes():

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kerasdp.data.batch import Feed
-from kerasdp.data.batch_reader import IndexedReader, StreamReader
+from kerasdp.data.batch_reader import IndexedReader
 from kerasdp.data.sampling import Split
+from kerasdp.data.streams import StreamReader
 from kerasdp.errors import WorkerError
 from kerasdp.runtime.run_state import RunState
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from kerasdp.data.batch import Feed
-from kerasdp.data.batch_reader import StreamReader
 from kerasdp.data.sampling import Split
-from kerasdp.data.streams import Stream
+from kerasdp.data.streams import Stream, StreamReader
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import Position, RunState
 
