@@ -60,7 +60,6 @@ OTHER_STEPS: dict[str, Steps] = {
     "app InceptionV3": GROWING,
     "hub DebertaV3": STILL,
     "task DebertaV3TextClassifier": STILL,
-    "hub MobileNetV5": Steps(sgd=1e-5, why="KerasHub computes its norms in float32, in a model of float64, too."),
     "residual_forecast": Steps(sgd=1e-5, why="The gradient of a percentage error is large."),
 }
 

@@ -7,20 +7,6 @@ import numpy as np
 from tests.real_code.cases import ROWS, Ready, case, images
 
 
-@case("generative")
-def denoising_autoencoder(random: np.random.RandomState) -> Ready:
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((16, 16, 1))
-    x = layers.MaxPooling2D()(layers.Conv2D(8, 3, activation="relu", padding="same")(inputs))
-    x = layers.Conv2DTranspose(8, 3, strides=2, activation="relu", padding="same")(x)
-    model = keras.Model(inputs, layers.Conv2D(1, 3, activation="sigmoid", padding="same")(x))
-    clean = images(random, 16, 1)
-    noisy = np.clip(clean + 0.3 * random.randn(*clean.shape), 0, 1).astype("float32")
-    return Ready(model=model, x=noisy, y=clean, loss="binary_crossentropy")
-
-
 def _encoder_and_decoder() -> tuple[Any, Any]:
     import keras
     from keras import layers
@@ -169,53 +155,6 @@ def diffusion_in_compute_loss(random: np.random.RandomState) -> Ready:
 
     x = images(random, 8, 1)
     return Ready(model=Diffusion(), x=x, y=np.zeros_like(x), loss="mean_squared_error")
-
-
-@case("generative")
-def pixel_cnn(random: np.random.RandomState) -> Ready:
-    """Convolutions that see only what is above and to the left."""
-    import keras
-    from keras import layers, ops
-
-    class MaskedConv(layers.Layer):
-        def __init__(self, with_center: bool, filters: int, size: int):
-            super().__init__()
-            self.with_center, self.conv = with_center, layers.Conv2D(filters, size, padding="same", activation="relu")
-
-        def build(self, shape: Any) -> None:
-            self.conv.build(shape)
-            mask = np.zeros(self.conv.kernel.shape, "float32")
-            half = mask.shape[0] // 2
-            mask[:half] = mask[half, :half] = 1
-            mask[half, half] = self.with_center
-            self.mask = mask
-
-        def call(self, x: Any) -> Any:
-            kernel = self.conv.kernel * ops.cast(self.mask, self.conv.kernel.dtype)
-            return ops.relu(ops.conv(x, kernel, padding="same") + self.conv.bias)
-
-    inputs = keras.Input((8, 8, 1))
-    x = MaskedConv(False, 8, 5)(inputs)
-    x = layers.Add()([x, MaskedConv(True, 8, 3)(x)])
-    model = keras.Model(inputs, layers.Conv2D(1, 1, activation="sigmoid")(x))
-    x = (images(random, 8, 1) > 0.4).astype("float32")
-    return Ready(model=model, x=x, y=x, loss="binary_crossentropy")
-
-
-@case("generative")
-def radiance_field(random: np.random.RandomState) -> Ready:
-    """Colours of points in space, by a deep net with a shortcut."""
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((20, 12))
-    x = inputs
-    for number in range(4):
-        x = layers.Dense(16, "relu")(x)
-        x = layers.Concatenate()([x, inputs]) if number == 2 else x
-    model = keras.Model(inputs, layers.Dense(4)(x))
-    x, y = random.randn(ROWS, 20, 12).astype("float32"), random.rand(ROWS, 20, 4).astype("float32")
-    return Ready(model=model, x=x, y=y, loss="mean_squared_error")
 
 
 @case("generative")

@@ -1,7 +1,5 @@
 """Models whose outputs or inputs are more than an image, in the manner of keras.io's examples."""
 
-from typing import Any
-
 import numpy as np
 
 from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes, images
@@ -22,37 +20,6 @@ def unet_segmentation(random: np.random.RandomState) -> Ready:
     y = random.randint(0, CLASSES, (ROWS, 16, 16, 1)).astype("int32")
     loss = "sparse_categorical_crossentropy"
     return Ready(model=keras.Model(inputs, outputs), x=images(random, 16), y=y, loss=loss)
-
-
-@case("vision")
-def super_resolution(random: np.random.RandomState) -> Ready:
-    import keras
-    from keras import layers, ops
-
-    class DepthToSpace(layers.Layer):
-        def call(self, x: Any) -> Any:
-            height, width = x.shape[1], x.shape[2]
-            x = ops.transpose(ops.reshape(x, (-1, height, width, 2, 2)), (0, 1, 3, 2, 4))
-            return ops.reshape(x, (-1, height * 2, width * 2, 1))
-
-    inputs = keras.Input((8, 8, 1))
-    choices = {"activation": "relu", "kernel_initializer": "orthogonal", "padding": "same"}
-    x = layers.Conv2D(4, 3, **choices)(layers.Conv2D(8, 5, **choices)(inputs))
-    model = keras.Model(inputs, DepthToSpace()(x))
-    return Ready(model=model, x=images(random, 8, 1), y=images(random, 16, 1), loss="mean_squared_error")
-
-
-@case("vision")
-def video_conv3d(random: np.random.RandomState) -> Ready:
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((6, 12, 12, 1))
-    x = layers.BatchNormalization()(layers.Conv3D(6, 3, strides=2, activation="relu")(inputs))
-    x = layers.Dropout(0.3)(layers.Dense(12, "relu")(layers.GlobalAveragePooling3D()(x)))
-    model = keras.Model(inputs, layers.Dense(1, "sigmoid")(x))
-    x = random.rand(ROWS, 6, 12, 12, 1).astype("float32")
-    return Ready(model=model, x=x, y=(classes(random) > 0).astype("float32")[:, None], loss="binary_crossentropy")
 
 
 @case("vision")

@@ -23,19 +23,6 @@ def patches_of(inputs: Any, width: int, size: int = 4) -> Any:
 
 
 @case("vision")
-def convnet(random: np.random.RandomState) -> Ready:
-    from keras import layers
-
-    def outputs_of(x: Any) -> Any:
-        for filters in (8, 12):
-            x = layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(x))
-            x = layers.MaxPooling2D()(layers.Dropout(0.2)(layers.Activation("relu")(x)))
-        return layers.Dropout(0.5)(layers.Flatten()(x))
-
-    return classifier(outputs_of, random)
-
-
-@case("vision")
 def augmented_convnet(random: np.random.RandomState) -> Ready:
     """Random pictures within the model, as the guide on transfer learning has them."""
     from keras import layers
@@ -44,62 +31,6 @@ def augmented_convnet(random: np.random.RandomState) -> Ready:
         x = layers.RandomContrast(0.2)(layers.RandomBrightness(0.2, value_range=(0, 1))(layers.RandomFlip()(x)))
         x = layers.GaussianNoise(0.1)(x)
         return layers.GlobalMaxPooling2D()(layers.Conv2D(8, 3, activation="relu")(x))
-
-    return classifier(outputs_of, random)
-
-
-@case("vision")
-def vision_transformer(random: np.random.RandomState) -> Ready:
-    import keras
-    from keras import layers, ops
-
-    class AddPositions(layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.table = layers.Embedding(shape[1], shape[2])
-            self.table.build((None,))
-
-        def call(self, x: Any) -> Any:
-            return x + self.table(ops.expand_dims(ops.arange(x.shape[1]), 0))
-
-    def outputs_of(inputs: Any) -> Any:
-        x = AddPositions()(patches_of(inputs, 16))
-        for _ in range(2):
-            y = layers.LayerNormalization(epsilon=1e-6)(x)
-            x = layers.Add()([layers.MultiHeadAttention(2, 8, dropout=0.1)(y, y), x])
-            y = layers.Dense(24, activation=keras.activations.gelu)(layers.LayerNormalization(epsilon=1e-6)(x))
-            x = layers.Add()([layers.Dense(16)(layers.Dropout(0.1)(y)), x])
-        return layers.Dropout(0.5)(layers.Flatten()(layers.LayerNormalization(epsilon=1e-6)(x)))
-
-    return classifier(outputs_of, random)
-
-
-@case("vision")
-def mlp_mixer(random: np.random.RandomState) -> Ready:
-    from keras import layers
-
-    def outputs_of(inputs: Any) -> Any:
-        x = patches_of(inputs, 12)
-        for _ in range(2):
-            y = layers.Permute((2, 1))(layers.LayerNormalization()(x))
-            y = layers.Dense(16)(layers.Dropout(0.2)(layers.Dense(20, "gelu")(y)))
-            x = x + layers.Permute((2, 1))(y)
-            x = x + layers.Dense(12)(layers.Dropout(0.2)(layers.Dense(20, "gelu")(layers.LayerNormalization()(x))))
-        return layers.GlobalAveragePooling1D()(x)
-
-    return classifier(outputs_of, random)
-
-
-@case("vision")
-def conv_mixer(random: np.random.RandomState) -> Ready:
-    from keras import layers
-
-    def outputs_of(inputs: Any) -> Any:
-        x = layers.BatchNormalization()(layers.Activation("gelu")(layers.Conv2D(12, 2, strides=2)(inputs)))
-        for _ in range(2):
-            y = layers.Activation("gelu")(layers.DepthwiseConv2D(3, padding="same")(x))
-            x = x + layers.BatchNormalization()(y)
-            x = layers.BatchNormalization()(layers.Activation("gelu")(layers.Conv2D(12, 1)(x)))
-        return layers.GlobalAveragePooling2D()(x)
 
     return classifier(outputs_of, random)
 
@@ -135,37 +66,6 @@ def swin_by_hand(random: np.random.RandomState) -> Ready:
             x = x + WindowAttention(12, 2, shift)(layers.LayerNormalization()(x))
             x = x + layers.Dense(12)(layers.Dense(20, "gelu")(layers.LayerNormalization()(x)))
         return layers.GlobalAveragePooling2D()(x)
-
-    return classifier(outputs_of, random)
-
-
-@case("vision")
-def compact_transformer(random: np.random.RandomState) -> Ready:
-    """Tokens by convolution, stochastic depth, and a pooling that weighs the tokens."""
-    import keras
-    from keras import layers, ops
-
-    class StochasticDepth(layers.Layer):
-        def __init__(self, rate: float):
-            super().__init__()
-            self.rate, self.seed_generator = rate, keras.random.SeedGenerator(1337)
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            if not training:
-                return x
-            keep = 1 - self.rate
-            shape = (ops.shape(x)[0],) + (1,) * (len(x.shape) - 1)
-            return x / keep * ops.floor(keep + keras.random.uniform(shape, seed=self.seed_generator))
-
-    def outputs_of(inputs: Any) -> Any:
-        x = layers.MaxPooling2D(3, 2, "same")(layers.Conv2D(12, 3, padding="same", activation="relu")(inputs))
-        x = layers.Reshape((-1, 12))(layers.AveragePooling2D(2)(x))
-        for _ in range(2):
-            y = layers.LayerNormalization(epsilon=1e-5)(x)
-            x = StochasticDepth(0.2)(layers.MultiHeadAttention(2, 12, dropout=0.1)(y, y)) + x
-            x = StochasticDepth(0.2)(layers.Dense(12)(layers.Dense(20, "gelu")(layers.LayerNormalization()(x)))) + x
-        weights = layers.Softmax(axis=1)(layers.Dense(1)(x))
-        return layers.Flatten()(layers.Dot(1)([weights, x]))
 
     return classifier(outputs_of, random)
 
