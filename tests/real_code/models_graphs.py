@@ -128,26 +128,3 @@ def point_net(random: np.random.RandomState) -> Ready:
     return Ready(model=keras.Model(inputs, layers.Dense(CLASSES)(x)), x=x_data, y=classes(random))
 
 
-@case("sets")
-def deep_sets(random: np.random.RandomState) -> Ready:
-    """Each element alone, then a sum over those that are there; elements and rows in one axis, with dropout."""
-    import keras
-    from keras import layers, ops
-
-    class Elements(layers.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.drop, self.norm = layers.Dense(8, "relu"), layers.Dropout(0.3), layers.BatchNormalization()
-
-        def build(self, shape: Any) -> None:
-            self.dense.build((None, shape[-1]))
-            self.norm.build((None, 8))
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            y = self.drop(self.dense(ops.reshape(x, (-1, x.shape[-1]))), training=training)
-            return ops.reshape(self.norm(y, training=training), (-1, x.shape[1], 8))
-
-    inputs = keras.Input((6, 4))
-    x = ops.sum(Elements()(inputs), axis=1)
-    model = keras.Model(inputs, layers.Dense(CLASSES)(layers.Dense(8, "tanh")(x)))
-    return Ready(model=model, x=random.randn(ROWS, 6, 4).astype("float32"), y=classes(random))

@@ -95,49 +95,6 @@ def imbalanced_binary(random: np.random.RandomState) -> Ready:
                  fit={"class_weight": {0: 0.6, 1: 2.5}})  # fmt: skip
 
 
-@case("tabular")
-def focal_loss_with_penalties(random: np.random.RandomState) -> Ready:
-    """Regularizers of weights, constraints, an activity regularizer."""
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((10,))
-    x = layers.Dense(16, "relu", kernel_regularizer="l2", kernel_constraint=keras.constraints.MaxNorm(1.0))(inputs)
-    x = layers.Dense(12, "relu", activity_regularizer=keras.regularizers.L1(1e-3))(layers.AlphaDropout(0.1)(x))
-    model = keras.Model(inputs, layers.Dense(1, "sigmoid", bias_regularizer="l1")(x))
-    y = (classes(random) == 0).astype("float32")[:, None]
-    return Ready(model=model, x=random.randn(ROWS, 10).astype("float32"), y=y,
-                 loss=keras.losses.BinaryFocalCrossentropy(), fit={"sample_weight": random.rand(ROWS)})  # fmt: skip
-
-
-@case("tabular")
-def probabilistic_regression(random: np.random.RandomState) -> Ready:
-    """Mean and variance; the loss is a function of one's own. A layer keeps running averages of its inputs."""
-    import keras
-    from keras import layers, ops
-
-    class Standardized(layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.drop = layers.GaussianDropout(0.2)
-            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            return self.drop(x, training=training) * ops.softplus(self.scale)
-
-    def likelihood(y_true: Any, y_pred: Any) -> Any:
-        mean, log_variance = y_pred[:, :1], y_pred[:, 1:]
-        return ops.mean(ops.square(y_true - mean) * ops.exp(-log_variance) + log_variance, axis=-1)
-
-    inputs = keras.Input((10,))
-    x = layers.Dense(2)(layers.Dense(12, "tanh")(Standardized()(inputs)))
-    x, y, model = (
-        random.randn(ROWS, 10).astype("float32"),
-        random.randn(ROWS, 1).astype("float32"),
-        keras.Model(inputs, x),
-    )
-    return Ready(model=model, x=x, y=y, loss=likelihood)
-
-
 def ratings(random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
     pairs = np.stack([random.randint(0, USERS, ROWS), random.randint(0, ITEMS, ROWS)], axis=1).astype("int32")
     return pairs, random.rand(ROWS, 1).astype("float32")

@@ -56,21 +56,6 @@ def masked_lstm(random: np.random.RandomState) -> Ready:
 
 
 @case("text")
-def transformer_with_empty_rows(random: np.random.RandomState) -> Ready:
-    """Some texts hold nothing but padding."""
-    from keras import layers
-
-    ready = classifier(
-        lambda x: layers.GlobalMaxPooling1D()(
-            layers.MultiHeadAttention(2, 8)(*[layers.Embedding(VOCABULARY, 16, mask_zero=True)(x)] * 2)
-        ),
-        random,
-    )
-    ready.x[::4] = 0
-    return ready
-
-
-@case("text")
 def translation_lstm(random: np.random.RandomState) -> Ready:
     """Encoder and decoder; the decoder begins with the encoder's state."""
     import keras

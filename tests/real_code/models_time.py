@@ -35,24 +35,6 @@ def speech_recognition_ctc(random: np.random.RandomState) -> Ready:
 
 
 @case("audio")
-def wavenet(random: np.random.RandomState) -> Ready:
-    """Dilated causal convolutions with gates; the next value as one of several classes."""
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((24, 1))
-    x, skips = layers.Conv1D(8, 2, padding="causal")(inputs), []
-    for dilation in (1, 2, 4):
-        gate = layers.Conv1D(8, 2, padding="causal", dilation_rate=dilation, activation="sigmoid")(x)
-        value = layers.Conv1D(8, 2, padding="causal", dilation_rate=dilation, activation="tanh")(x)
-        skips.append(layers.Conv1D(8, 1)(layers.Multiply()([gate, value])))
-        x = layers.Add()([x, skips[-1]])
-    x = layers.Conv1D(16, 1)(layers.ReLU()(layers.Add()(skips)))
-    y = random.randint(0, 16, (ROWS, 24)).astype("int32")
-    return Ready(model=keras.Model(inputs, x), x=waves(random, 24, 1), y=y)
-
-
-@case("audio")
 def spectrogram_convnet(random: np.random.RandomState) -> Ready:
     """The spectrogram is a layer of the model."""
     from keras import layers
@@ -65,38 +47,6 @@ def spectrogram_convnet(random: np.random.RandomState) -> Ready:
         return layers.Dropout(0.2)(layers.GlobalAveragePooling2D()(x))
 
     return classifier(outputs_of, random, 256, 1)
-
-
-@case("time series")
-def residual_forecast(random: np.random.RandomState) -> Ready:
-    """Each block explains a part of the past and adds its part of the future (N-BEATS)."""
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((24,))
-    past, future = inputs, 0
-    for _ in range(3):
-        x = layers.Dense(12, "relu")(layers.Dense(12, "relu")(past))
-        past, future = past - layers.Dense(24)(x), future + layers.Dense(4)(x)
-    x, y = random.randn(ROWS, 24).astype("float32"), random.randn(ROWS, 4).astype("float32")
-    return Ready(model=keras.Model(inputs, future), x=x, y=y, loss="mean_absolute_percentage_error")
-
-
-@case("time series")
-def time_major_rnn(random: np.random.RandomState) -> Ready:
-    """Time comes first between two Permutes: dropout and dense layers see (time, rows, width)."""
-    from keras import layers, ops
-
-    class TimeFirst(layers.Layer):
-        def call(self, x: Any) -> Any:
-            return ops.transpose(x, (1, 0, 2))
-
-    def outputs_of(x: Any) -> Any:
-        x = TimeFirst()(layers.Dense(9)(x))
-        x = TimeFirst()(layers.Dropout(0.3)(layers.Dense(9, "tanh")(x)))
-        return layers.LSTM(8)(x)
-
-    return classifier(outputs_of, random)
 
 
 @case("time series")
@@ -126,27 +76,3 @@ def rnn_with_own_cell(random: np.random.RandomState) -> Ready:
     return classifier(outputs_of, random, 8)
 
 
-@case("time series")
-def traffic_graph_lstm(random: np.random.RandomState) -> Ready:
-    """A graph convolution over roads at each time, then an LSTM for each road: roads and rows in one axis."""
-    import keras
-    from keras import layers, ops
-
-    adjacency = (random.rand(5, 5) > 0.5).astype("float32")
-
-    class Roads(layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.kernel = self.add_weight(shape=(shape[-1], 6), initializer="glorot_uniform")
-            self.lstm, self.drop, self.dense = layers.LSTM(8), layers.Dropout(0.2), layers.Dense(3)
-            self.lstm.build((None, 8, 6))
-            self.dense.build((None, 8))
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            x = ops.relu(ops.einsum("rs,btsc->btrc", ops.cast(adjacency, x.dtype), ops.matmul(x, self.kernel)))
-            x = ops.reshape(ops.transpose(x, (0, 2, 1, 3)), (-1, 8, 6))
-            x = self.dense(self.drop(self.lstm(x), training=training))
-            return ops.transpose(ops.reshape(x, (-1, 5, 3)), (0, 2, 1))
-
-    inputs = keras.Input((8, 5, 1))
-    x, y = random.randn(ROWS, 8, 5, 1).astype("float32"), random.randn(ROWS, 3, 5).astype("float32")
-    return Ready(model=keras.Model(inputs, Roads()(inputs)), x=x, y=y, loss="mse")
