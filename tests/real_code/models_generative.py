@@ -127,5 +127,3 @@ def diffusion_in_compute_loss(random: np.random.RandomState) -> Ready:
 
     x = images(random, 8, 1)
     return Ready(model=Diffusion(), x=x, y=np.zeros_like(x), loss="mean_squared_error")
-
-

@@ -126,5 +126,3 @@ def point_net(random: np.random.RandomState) -> Ready:
     x = layers.Dropout(0.3)(layers.GlobalMaxPooling1D()(shared(shared(x, 8), 12)))
     x_data = random.randn(ROWS, 10, 3).astype("float32")
     return Ready(model=keras.Model(inputs, layers.Dense(CLASSES)(x)), x=x_data, y=classes(random))
-
-

@@ -74,5 +74,3 @@ def rnn_with_own_cell(random: np.random.RandomState) -> Ready:
         return keras.layers.RNN([Cell(8), keras.layers.LSTMCell(6)])(x)
 
     return classifier(outputs_of, random, 8)
-
-

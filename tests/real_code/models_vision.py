@@ -127,5 +127,3 @@ def next_frame_conv_lstm(random: np.random.RandomState) -> Ready:
     return Ready(
         model=model, x=x, y=(random.rand(ROWS, 4, 8, 8, 1) > 0.5).astype("float32"), loss="binary_crossentropy"
     )
-
-
