@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kerasdp.portability.gradients import portable_step as portable_step
     from kerasdp.portability.gradients import value_and_grad as value_and_grad
     from kerasdp.portability.portable import portable as portable
-    from kerasdp.portability.reduction import per_sample as per_sample
+    from kerasdp.portability.global_batch import per_sample as per_sample
     from kerasdp.portability.replica_context import all_rows as all_rows
     from kerasdp.training.optimizers import make_optimizer as make_optimizer
     from kerasdp.training.runner import Runner as Runner

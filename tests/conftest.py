@@ -66,7 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     And as `proof` the cases that are not `short`; where none of those is there, as for want of a backend, the first is.
     """
     for item in items:
-        starts = any(hasattr(item.module, name) for name in ("run", "start", "train_resumable", "Run", "on_hosts"))
+        starts = any(
+            hasattr(item.module, name) for name in ("run", "results", "start", "train_resumable", "Run", "on_hosts")
+        )
         if not starts and not item.nodeid.startswith("tests/parity/"):  # which trains in processes of its own
             item.add_marker("unit")
     are_all = len(BACKENDS) == 3 and not any("::" in argument for argument in config.args)

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gzip
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -168,6 +169,24 @@ def result_of(done: subprocess.CompletedProcess) -> dict:
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
+@functools.cache
+def results(program, backend, *arguments, **extra):
+    """What a test program printed after RESULT; it runs once for all tests of a file."""
+    return result_of(run(PROGRAMS / program, backend, *arguments, backend=backend, timeout=900, **extra))
+
+
+def losses_in(workdir):
+    """Of each step that a run has written down."""
+    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
+
+
+def each_way(cases, quick, counts=(1, 2, 4), is_there=lambda *way: True):
+    """The parameters `backend`, `count` and `case`, of what is there; what is not `quick(*way)` is a proof."""
+    ways = itertools.product(BACKENDS, counts, cases)
+    found = [pytest.param(*way, marks=[pytest.mark.proof] * (not quick(*way))) for way in ways if is_there(*way)]
+    return pytest.mark.parametrize(("backend", "count", "case"), found)
+
+
 def session_members(session):
     """Processes of a session that still run."""
     found = []
@@ -215,6 +234,19 @@ def assert_same(expected, received, tolerance):
             assert_same(expected[name], received[name], tolerance)
     else:
         np.testing.assert_allclose(received, expected, rtol=0, atol=tolerance)
+
+
+def numbers(result):
+    """All numbers of a result, in order."""
+    if isinstance(result, dict):
+        return list(itertools.chain(*(numbers(result[name]) for name in sorted(result))))
+    return list(itertools.chain(*map(numbers, result))) if isinstance(result, list) else [result]
+
+
+def assert_alike(received, expected, rtol=1e-9, atol=1e-12, name=""):
+    """Compares all numbers of two results."""
+    assert not isinstance(received, str), received
+    np.testing.assert_allclose(numbers(received), numbers(expected), rtol=rtol, atol=atol, err_msg=name)
 
 
 def write_idx(folder, split, images, labels, packed=False):

@@ -58,14 +58,10 @@ def test_in_float64(backend, case):
     assert_same_numbers(backend, {"precision": "float64"}, case, relative=1e-10, absolute=1e-12)
 
 
+@pytest.mark.proof  # in short: unit/test_keras_patches.py
+@pytest.mark.parametrize("case", ["moved", "changed"])
 @pytest.mark.parametrize(
-    ("backend", "count", "case"),
-    [
-        pytest.param(*way, case, marks=[] if (*way, case) == ("tensorflow", 1, "moved") else pytest.mark.proof)
-        for way in ((backend, count) for backend in BACKENDS for count in (1, 2))
-        for case in ("moved", "changed")
-        if way != (BACKENDS[0], 1)
-    ],
+    ("backend", "count"), [(name, count) for name in BACKENDS for count in (1, 2) if (name, count) != (BACKENDS[0], 1)]
 )
 def test_images_in_float64(backend, count, case):
     """What each random layer, and each one that resamples, gives is learned from: 30 losses, and updates by layer."""

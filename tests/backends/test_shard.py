@@ -9,8 +9,8 @@ import kerasdp
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 CASES = {
-    "jax": ("tied", "own", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
-    "torch": ("tied", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
+    "jax": ("tied", "own", "optimizers", "frozen", "conv", "attention", "lstm"),
+    "torch": ("tied", "optimizers", "frozen", "conv", "attention", "lstm"),
 }
 SHARDS = {
     "jax": ("optimizer", "weights"),

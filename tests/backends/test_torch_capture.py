@@ -120,6 +120,14 @@ def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
         np.testing.assert_array_equal(own, other)
 
 
+def test_the_graph_pads_nothing_before_a_convolution():
+    layers = keras.layers.Reshape((2, 2, 1)), keras.layers.ZeroPadding2D(1), keras.layers.Conv2D(2, 2)
+    steps, data = captured(new_model(*layers, keras.layers.Flatten()))
+    graph = steps._captured(data, Detail.NOTHING, len(X))
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert any("convolution" in name for name in names) and not any("constant_pad_nd" in name for name in names)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

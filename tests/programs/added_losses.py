@@ -1,20 +1,7 @@
-"""Trains models whose layers add losses (`add_loss`), or keep what they see, in Keras' own steps, on several devices.
-
-python added_losses.py BACKEND NUM_DEVICES CASE... [SETTINGS]
-"""
-
-import functools
-import json
-import sys
+"""Trains models whose layers add losses (`add_loss`), or keep what they see, in Keras' own steps."""
 
 import numpy as np
-from own_steps_base import BATCH, ROWS, fitted, numbers
-
-import kerasdp
-
-
-def train(runner, names):
-    return {name: CASES[name](runner) for name in names}
+from own_steps_base import BATCH, ROWS, fitted, main, numbers
 
 
 def vae(runner):
@@ -47,40 +34,6 @@ def vae(runner):
         model = keras.Model(inputs, Reconstruction(name="error")([inputs, layers.Dense(4)(code)]))
         model.compile(keras.optimizers.Adam(0.01))
     return evaluated(runner, model, numbers(0, ROWS, 4))
-
-
-def experts(runner):
-    """A load-balancing loss: a sum of products of means over the batch; the experts drop some of what they get."""
-    import keras
-    from keras import layers, ops
-
-    class Experts(layers.Layer):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self.router, self.drop = layers.Dense(4, name="router"), layers.Dropout(0.3)
-            self.experts = [layers.Dense(6, "tanh", name=f"expert_{number}") for number in range(4)]
-
-        def build(self, shape):
-            for layer in (self.router, *self.experts):
-                layer.build(shape)
-
-        def call(self, x, training=False):
-            chances = ops.softmax(self.router(x))
-            chosen = ops.one_hot(ops.argmax(chances, axis=-1), 4, dtype=chances.dtype)
-            axes = tuple(range(len(x.shape) - 1))
-            if training:
-                self.add_loss(0.3 * 4 * ops.sum(ops.mean(chances, axes) * ops.mean(chosen, axes)))
-            outputs = ops.stack([expert(x) for expert in self.experts], axis=-2)
-            return x + self.drop(ops.sum(outputs * (chances * chosen)[..., None], axis=-2), training=training)
-
-    with runner.scope():
-        inputs = keras.Input((5, 6))
-        x = Experts(name="first")(inputs)
-        x = Experts(name="second")(layers.LayerNormalization()(x))
-        model = keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    return evaluated(runner, model, numbers(0, ROWS, 5, 6), np.arange(ROWS) % 3)
 
 
 def sums(runner):
@@ -283,12 +236,5 @@ def evaluated(runner, model, x, y=None):
     return result
 
 
-CASES = {case.__name__: case for case in (vae, experts, sums, one_sided, kept, counted)}
-
-
 if __name__ == "__main__":
-    backend, num_devices, *names = sys.argv[1:]
-    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
-    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
-    result = kerasdp.launch(functools.partial(train, names=names or list(CASES)), **settings, verbose=0)
-    print("RESULT " + json.dumps(result))
+    main({case.__name__: case for case in (vae, sums, one_sided, kept, counted)})

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 from learn_layers import batch_norm, float8, quantized, random_layers, round_off
-from learn_losses import binary, contrastive, masked_tokens, two_heads, unused_weights
+from learn_losses import binary, contrastive, masked_tokens, two_heads
 
 import kerasdp
 
@@ -80,20 +80,11 @@ def digest(model):
     return [hashlib.sha256(np.ascontiguousarray(weight).tobytes()).hexdigest()[:16] for weight in model.get_weights()]
 
 
-PARTS = {
-    "lenet": lenet,
-    "binary": binary,
-    "two_heads": two_heads,
-    "unused_weights": unused_weights,
-    "contrastive": contrastive,
-    "masked_tokens": masked_tokens,
-    "batch_norm": batch_norm,
-    "float8": float8,
-    "quantized": quantized,
-    "round_off": round_off,
-    "random_layers": random_layers,
-    "callbacks": callbacks,
-}
+CASES = (
+    lenet, binary, two_heads, contrastive, masked_tokens, batch_norm, float8, quantized, round_off, random_layers,
+    callbacks,
+)  # fmt: skip
+PARTS = {case.__name__: case for case in CASES}
 
 if __name__ == "__main__":
     backend, num_devices, folder = sys.argv[1:4]

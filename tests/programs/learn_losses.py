@@ -78,23 +78,6 @@ def two_heads(runner):
     }
 
 
-def unused_weights(runner):
-    """An output without a loss: its weights have no gradient, and stay. Dropout, which nothing may advance twice."""
-    import keras
-    from learn_classes import StepLosses
-
-    x = np.random.RandomState(6).randn(30, 5).astype("float32")
-    with runner.scope():
-        inputs = keras.Input((5,))
-        hidden = keras.layers.Dropout(0.3)(keras.layers.Dense(6, "tanh")(inputs))
-        outputs = {"learns": keras.layers.Dense(1, name="learns")(hidden), "idle": keras.layers.Dense(2)(hidden)}
-        model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.05), loss={"learns": "mse", "idle": None})
-    losses = StepLosses(runner)
-    runner.fit(model, x, {"learns": x[:, :1]}, batch_size=8, epochs=2, verbose=0, callbacks=[losses])
-    return {"losses": losses.values, "weights": [float(np.abs(weight).sum()) for weight in model.get_weights()]}
-
-
 def contrastive(runner):
     """A user-defined loss that needs inputs, and every sample together with every other."""
     import keras

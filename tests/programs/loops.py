@@ -1,30 +1,12 @@
-"""Trains by loops of one's own, each written once for all backends. Steps without a batch, or with one of NumPy, too.
-
-python loops.py BACKEND NUM_DEVICES CASE... [SETTINGS]
-"""
-
-import functools
-import json
-import sys
+"""Trains by loops of one's own, each written once for all backends."""
 
 import numpy as np
-from own_steps_base import BATCH, ROWS, numbers
+from own_steps_base import BATCH, ROWS, main, numbers
 
 import kerasdp
 
 EPOCHS = 5  # of four batches, the last with five rows
 IMAGES = (8, 8, 1)
-
-
-def train(runner, names):
-    return {name: outcome(CASES[name], runner) for name in names}
-
-
-def outcome(case, runner):
-    try:
-        return case(runner)
-    except kerasdp.UserError as error:
-        return str(error)
 
 
 def stepped(runner, step, x, y=None, *, epochs=EPOCHS, each=lambda batch: None):
@@ -97,34 +79,6 @@ def wgan(runner):
     return {"critic": stepped(runner, of_critic, numbers(0, ROWS, 4), each=each), "maker": found}
 
 
-def vae(runner):
-    """Samples of the step's own, a regularizer, and metrics; evaluation by a second function."""
-    import keras
-    from keras import layers, ops
-
-    with runner.scope():
-        coder = keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu", kernel_regularizer="l2"), layers.Dense(4)])
-        decoder, optimizer = dense(2, 8, 4), keras.optimizers.Adam(0.01)
-        seeds, error = keras.random.SeedGenerator(5), keras.metrics.MeanSquaredError(name="error")
-
-    def losses_of(x):
-        mean, spread = ops.split(coder(x), 2, axis=1)
-        made = decoder(mean + ops.exp(0.5 * spread) * keras.random.normal(ops.shape(mean), seed=seeds))
-        apart = ops.mean(ops.sum(-0.5 * (1 + spread - ops.square(mean) - ops.exp(spread)), axis=1))
-        return ops.mean(ops.sum(ops.square(x - made), axis=1)) + apart + sum(coder.losses), made
-
-    @runner.step
-    def step(x):
-        weights = coder.trainable_variables + decoder.trainable_variables
-        loss, made = minimize(lambda: losses_of(x), weights, optimizer, has_aux=True)
-        error.update_state(x, made)
-        return {"loss": loss, "error": error.result()}
-
-    evaluate = runner.step(lambda x: losses_of(x)[0])
-    logs = stepped(runner, step, numbers(0, ROWS, 4))
-    return {"logs": logs, "evaluated": float(evaluate(numbers(2, 13, 4)))}
-
-
 def momentum_contrast(runner):
     """A momentum encoder, and a queue of what it saw, of all rows; two views of each sample."""
     import keras
@@ -156,34 +110,6 @@ def momentum_contrast(runner):
 
     logs = stepped(runner, step, numbers(0, ROWS, 4))
     return {"logs": logs, "queue": ops.convert_to_numpy(queue.value).tolist()}
-
-
-def distillation(runner):
-    """A teacher that is not trained, sample weights, and a schedule of the learning rate."""
-    import keras
-    from keras import ops
-
-    with runner.scope():
-        teacher, student = dense(4, 16, 3), dense(4, 6, 3)
-        optimizer = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 20), momentum=0.9, clipnorm=0.5)
-        teacher.trainable = False
-        entropy, apart = keras.losses.SparseCategoricalCrossentropy(from_logits=True), keras.losses.KLDivergence()
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-
-    @runner.step
-    def step(batch):
-        x, y = batch
-        soft = ops.softmax(teacher(x) / 3.0)
-
-        def loss_of():
-            logits = student(x, training=True)
-            return 0.3 * entropy(y, logits) + 0.7 * 9.0 * apart(soft, ops.softmax(logits / 3.0)), logits
-
-        loss, logits = minimize(loss_of, student, optimizer, has_aux=True)
-        accuracy.update_state(y, logits)
-        return {"loss": loss, "accuracy": accuracy.result()}
-
-    return stepped(runner, step, numbers(0, ROWS, 4), np.arange(ROWS) % 3)
 
 
 def maml(runner):
@@ -394,17 +320,6 @@ def scaled(runner):
     return [{name: float(value) for name, value in step(x).items()} for _ in range(EPOCHS) for x in batches]
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        supervised, wgan, vae, momentum_contrast, distillation, maml, style, dqn, scaled, norm_of_replicas,
-    )
-}  # fmt: skip
-
-
 if __name__ == "__main__":
-    backend, num_devices, *names = sys.argv[1:]
-    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
-    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
-    result = kerasdp.launch(functools.partial(train, names=names or list(CASES)), **settings, verbose=0)
-    print("RESULT " + json.dumps(result))
+    cases = supervised, wgan, momentum_contrast, maml, style, dqn, scaled, norm_of_replicas
+    main({case.__name__: case for case in cases})

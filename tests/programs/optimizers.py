@@ -1,9 +1,8 @@
-"""Trains with many optimizers, in a graph and eagerly, and prints how far the weights part.
+"""Trains an embedding, whose tokens repeat within a batch, with many optimizers; prints losses and weights.
 
-python optimizers.py BACKEND NUM_DEVICES [OPTIMIZER ...]
+python optimizers.py BACKEND FIELDS [OPTIMIZER ...]: FIELDS of kerasdp.Config, as JSON
 """
 
-import functools
 import json
 import sys
 
@@ -33,49 +32,70 @@ OPTIMIZERS = {
     "Lamb": {},
     "Muon": {},
 }
+OTHERS = {"Adam in an own step": {}, "LossScaleOptimizer": {}, "Counting": {}}
 
 
-def train(runner, names):
+def train(runner):
     import keras
+    from learn_classes import StepLosses
 
     numbers = np.random.RandomState(0)
-    x, y = numbers.rand(24, 6).astype("float32"), numbers.rand(24, 3).astype("float32")
-
-    def weights(name, settings, *, run_eagerly):
-        with runner.scope():
-            layers = keras.layers
-            # No bias ahead of the batch norm: its gradient would be round-off alone.
-            model = keras.Sequential(
-                [keras.Input((6,)), layers.Dense(5, use_bias=False), layers.BatchNormalization(), layers.Dense(3)]
-            )
-            model.layers[0].kernel.constraint = keras.constraints.MaxNorm(0.5)
-            rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-            optimizer = getattr(keras.optimizers, name.split()[0])(rate, **settings)
-            model.compile(optimizer, "mse", run_eagerly=run_eagerly)
-        runner.fit(model, x, y, epochs=1)
-        return model.get_weights()
+    # Some tokens are in nearly each sample, as in text, some in one alone, some in none.
+    x, y = (numbers.rand(33, 6) ** 3 * 30).astype("int32"), numbers.randint(0, 3, 33)
 
     class Counting(keras.optimizers.SGD):
+        """A user-defined one, whose method TensorFlow calls."""
+
         calls = 0
 
         def apply_gradients(self, grads_and_vars):
             Counting.calls += 1
             return super().apply_gradients(grads_and_vars)
 
-    keras.optimizers.Counting = Counting
-    weights("Counting", {}, run_eagerly=True)
-    found = {"calls": Counting.calls}
-    for name in names or OPTIMIZERS:
-        settings = OPTIMIZERS[name]
-        pairs = zip(*(weights(name, settings, run_eagerly=is_eager) for is_eager in (False, True)), strict=True)
-        found[name] = max(float(np.abs(ours - theirs).max()) for ours, theirs in pairs)
-    return found
+    def made(name):
+        kind, settings = getattr(keras.optimizers, name.split()[0], Counting), settings_of[name]
+        if kind is keras.optimizers.LossScaleOptimizer:
+            return kind(keras.optimizers.Adam(0.02), initial_scale=64.0, dynamic_growth_steps=2)
+        rate = keras.optimizers.schedules.ExponentialDecay(0.02, 2, 0.8)
+        return kind(rate, **({"exclude_embeddings": False} if name == "Muon" else {}), **settings)
+
+    class OwnStep(keras.Sequential):
+        def train_step(self, *data):
+            return super().train_step(*data)
+
+    def result(name):
+        keras.utils.set_random_seed(3)
+        with runner.scope():
+            layers = keras.layers
+            model = (OwnStep if "own step" in name else keras.Sequential)(
+                [
+                    keras.Input((6,), dtype="int32"),
+                    layers.Embedding(30, 4),
+                    layers.Dense(5, "tanh", trainable=False),
+                    layers.Flatten(),
+                    layers.Dense(8, "tanh", kernel_constraint=keras.constraints.MaxNorm(0.5)),
+                    layers.Dense(3),
+                ]
+            )
+            optimizer = made(name)
+            if settings_of[name].get("weight_decay"):
+                optimizer.exclude_from_weight_decay(var_names=["bias"])
+            model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        losses = StepLosses(runner)
+        runner.fit(model, x, y, epochs=2, callbacks=[losses])
+        weights = [weight.tolist() for weight in model.get_weights()]
+        return {"losses": losses.values, "weights": weights, "calls": Counting.calls}
+
+    settings_of = OPTIMIZERS | OTHERS
+    names = sys.argv[3:] or settings_of
+    # Stages and `accumulate` refuse a train_step of the model's own.
+    is_plain = runner.config.strategy == "data" and runner.config.accumulate == 1
+    return {name: result(name) for name in names if is_plain or "own step" not in name}
 
 
 def main():
-    backend, count, *names = sys.argv[1:]
-    run = functools.partial(train, names=names)
-    result = kerasdp.launch(run, backend=backend, device="cpu", num_devices=int(count), batch_size=8, verbose=0)
+    backend, fields = sys.argv[1], json.loads(sys.argv[2])
+    result = kerasdp.launch(train, **{"backend": backend, "device": "cpu", "batch_size": 11, "verbose": 0} | fields)
     print("RESULT " + json.dumps(result))
 
 

@@ -1,17 +1,21 @@
 """Trains by usual losses, each in a loop of one's own and in a `train_step`; prints the losses of each, or the refusal.
 
-python own_losses.py BACKEND NUM_DEVICES [NAME...]
+A case is `looped` or `fitted`, and a name.
 """
 
 import functools
-import json
-import sys
 
 import numpy as np
+from own_steps_base import main
 
 import kerasdp
 
 BATCH, ROWS, TOKENS, BOXES = 16, 43, 8, 5
+NAMES = (
+    "texts", "texts_with_drawn_masks", "boxes_of_images", "segmentation_of_keras", "dice_of_batch", "contrastive",
+    "triplet", "weighted_labels", "ctc_by_lengths", "root_of_mean", "correlation", "sum_of_rows", "right_texts_of_all",
+    "right_texts_gathered", "right_texts_by_rows", "right_contrastive", "right_weights", "right_root",
+)  # fmt: skip
 
 
 def data():
@@ -45,10 +49,6 @@ def losses():
     def of_tokens(net, batch):
         values = cross_entropy(batch["text"], net.words(batch["text"]), from_logits=True)
         return values, ops.cast(batch["text"] > 0, values.dtype)
-
-    def of_pixels(net, batch):
-        values = cross_entropy(ops.maximum(batch["labels"], 0), net.pixels(batch["image"]), from_logits=True)
-        return values, ops.cast(batch["labels"] >= 0, values.dtype)
 
     def of_boxes(net, batch):
         return ops.mean(ops.abs(net.boxes(batch["image"]) - batch["boxes"]), axis=-1), batch["has_box"]
@@ -84,19 +84,8 @@ def losses():
         values = cross_entropy(batch["text"], net.words(ops.where(chosen > 0, 0, batch["text"])), from_logits=True)
         return ratio(values, chosen)
 
-    def perplexity(net, batch):
-        return ops.exp(by_rows(*of_tokens(net, batch)))
-
     def boxes_of_images(net, batch):
         return ratio(*of_boxes(net, batch))
-
-    def focal_by_boxes(net, batch):
-        logits, found = net.boxes(batch["image"])[:, :, 0], batch["has_box"]
-        values = keras.losses.binary_focal_crossentropy(found[..., None], logits[..., None], from_logits=True)
-        return ops.sum(values) / ops.sum(found)
-
-    def segmentation(net, batch):
-        return ratio(*of_pixels(net, batch))
 
     def segmentation_of_keras(net, batch):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -105,10 +94,6 @@ def losses():
     def dice_of_batch(net, batch):
         found, there = ops.softmax(net.pixels(batch["image"])), ops.one_hot(ops.maximum(batch["labels"], 0), 4)
         return 1 - 2 * ops.sum(found * there) / ops.sum(found**2 + there)
-
-    def hard_pixels(net, batch):
-        values, mask = of_pixels(net, batch)
-        return ops.mean(ops.top_k(ops.reshape(values * mask, (-1,)), 20)[0])
 
     def contrastive(net, batch):
         alike = ops.matmul(unit(net, batch["image"]), ops.transpose(unit(net, ops.flip(batch["image"], 1)))) * 5
@@ -121,28 +106,8 @@ def losses():
         hardest = ops.max(apart * same, axis=1) - ops.min(apart + 9 * same, axis=1)
         return ops.mean(ops.relu(hardest + 1.0))
 
-    def ranking(net, batch):
-        scores, above = net.features(batch["image"])[:, 0], batch["weight"][:, None] > batch["weight"][None]
-        return ratio(ops.softplus(scores[None] - scores[:, None]), ops.cast(above, "float64"))
-
-    def decorrelated(net, batch):
-        found = net.features(batch["image"])
-        found = found - ops.mean(found, axis=0)
-        return ops.mean(ops.square(ops.matmul(ops.transpose(found), found) / ops.shape(found)[0] - ops.eye(6)))
-
     def weighted_labels(net, batch):
         return ratio(of_classes(net, batch), ops.take(ops.array([1.0, 2.0, 5.0, 0.5]), batch["class"]))
-
-    def balanced_labels(net, batch):
-        counts = ops.sum(ops.one_hot(batch["class"], 4), axis=0)
-        return ops.mean(of_classes(net, batch) / ops.take(counts, batch["class"]))
-
-    def weighted_rows(net, batch):
-        return ratio(of_classes(net, batch), batch["weight"])
-
-    def lengths(net, batch):
-        values, mask = of_tokens(net, batch)
-        return ops.sum(values * mask) / ops.sum(ops.cast(batch["lengths"], values.dtype))
 
     def ctc_by_lengths(net, batch):
         outputs, short = net.words(batch["text"]), ops.full((ops.shape(batch["text"])[0],), 2, "int32")
@@ -158,9 +123,6 @@ def losses():
         one, other = one - ops.mean(one), other - ops.mean(other)
         return 1 - ops.sum(one * other) / ops.sqrt(ops.sum(one**2) * ops.sum(other**2))
 
-    def by_largest(net, batch):
-        return ops.mean(of_one(net, batch) / ops.max(ops.abs(batch["weight"])))
-
     def sum_of_rows(net, batch):
         return ops.sum(of_classes(net, batch))
 
@@ -173,17 +135,6 @@ def losses():
     def right_texts_by_rows(net, batch):
         return by_rows(*of_tokens(net, batch))
 
-    def right_drawn_masks(net, batch):
-        chosen = ops.cast(keras.random.uniform(ops.shape(batch["text"]), seed=seeds) < 0.3, "float64")
-        values = cross_entropy(batch["text"], net.words(ops.where(chosen > 0, 0, batch["text"])), from_logits=True)
-        return over_all(values, chosen)
-
-    def right_boxes(net, batch):
-        return over_all(*of_boxes(net, batch))
-
-    def right_pixels(net, batch):
-        return over_all(*of_pixels(net, batch))
-
     def right_contrastive(net, batch):
         one, other = all_rows(unit(net, batch["image"])), all_rows(unit(net, ops.flip(batch["image"], 1)))
         alike = ops.matmul(one, ops.transpose(other)) * 5
@@ -195,17 +146,8 @@ def losses():
     def right_root(net, batch):
         return ops.sqrt(ops.mean(all_rows(of_one(net, batch))))
 
-    wrong = (
-        texts, texts_with_drawn_masks, perplexity, boxes_of_images, focal_by_boxes, segmentation,
-        segmentation_of_keras, dice_of_batch, hard_pixels, contrastive, triplet, ranking, decorrelated,
-        weighted_labels, balanced_labels, weighted_rows, lengths, ctc_by_lengths, root_of_mean, correlation,
-        by_largest, sum_of_rows,
-    )  # fmt: skip
-    right = (
-        right_texts_of_all, right_texts_gathered, right_texts_by_rows, right_drawn_masks, right_boxes, right_pixels,
-        right_contrastive, right_weights, right_root,
-    )  # fmt: skip
-    return {loss.__name__: loss for loss in (*wrong, *right)}, seeds
+    known = locals()
+    return {name: known[name] for name in NAMES}, seeds
 
 
 def network(loss_of, seeds):
@@ -248,25 +190,17 @@ def fitted(runner, model):
     return found
 
 
-def train(runner, names):
+def trained(way, name, runner):
     import keras
 
-    found = {}
-    for way in (looped, fitted):
-        for name in names or losses()[0]:
-            with runner.scope():
-                known, seeds = losses()
-                model = network(known[name], seeds)
-                model.compile(keras.optimizers.SGD(0.1))
-            try:
-                found[f"{way.__name__} {name}"] = way(runner, model)
-            except kerasdp.UserError as error:
-                found[f"{way.__name__} {name}"] = str(error)
-    return found
+    with runner.scope():
+        known, seeds = losses()
+        model = network(known[name], seeds)
+        model.compile(keras.optimizers.SGD(0.1))
+    return way(runner, model)
 
 
 if __name__ == "__main__":
-    backend, num_devices, *names = sys.argv[1:]
-    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"}
-    result = kerasdp.launch(functools.partial(train, names=names), **settings, verbose=0)
-    print("RESULT " + json.dumps(result))
+    main(
+        {f"{way.__name__} {name}": functools.partial(trained, way, name) for way in (looped, fitted) for name in NAMES}
+    )

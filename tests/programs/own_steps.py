@@ -1,40 +1,14 @@
 """Trains models that have a `train_step` of their own on several devices: one for all backends, or (OWN_STEPS=native)
 in the form of each backend's guide.
-
-python own_steps.py BACKEND NUM_DEVICES CASE... [SETTINGS]
 """
 
-import functools
-import json
-import sys
-
 import numpy as np
-from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, is_native, minimizing, numbers
+from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, is_native, main, minimizing, numbers
 from own_steps_clipped import clipped
 from own_steps_contrastive import neighbours
-from own_steps_refused import (
-    contrastive,
-    float8,
-    foreign_numbers,
-    largest_output,
-    not_built,
-    queue,
-    spare_optimizer,
-    sum_of_losses,
-)
+from own_steps_refused import float8, foreign_numbers, largest_output, not_built, queue, spare_optimizer
 
 import kerasdp
-
-
-def train(runner, names):
-    return {name: outcome(CASES[name], runner) for name in names}
-
-
-def outcome(case, runner):
-    try:
-        return case(runner)
-    except kerasdp.UserError as error:
-        return str(error)
 
 
 def custom_step(runner):
@@ -264,22 +238,6 @@ def steps_of_keras(runner):
     return result
 
 
-def several_steps_a_call(runner):
-    """`steps_per_execution`, which torch does not take."""
-    import keras
-
-    class Plain(keras.Sequential):
-        def train_step(self, *args):
-            return super().train_step(*args)
-
-    with runner.scope():
-        model = Plain([keras.Input((4,)), keras.layers.Dense(3)])
-        num_steps = 1 if keras.backend.backend() == "torch" else 2
-        model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=num_steps)
-    result = fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
-    return result | {"steps": result["steps"][1 :: 3 - num_steps] if num_steps == 1 else result["steps"]}
-
-
 def as_in_the_guide(runner):
     """A loop over all metrics, among them a dictionary of `compile`'s; an embedding, whose gradient may be sparse."""
     import keras
@@ -311,28 +269,9 @@ def as_in_the_guide(runner):
     return fitted(runner, model, tokens, np.arange(ROWS) % 3, sample_weight=np.linspace(0.5, 2, ROWS))
 
 
-ALIKE = (
-    custom_step,
-    steps_of_keras,
-    several_steps_a_call,
-    as_in_the_guide,
-    gan,
-    gradient_penalty,
-    vae,
-    neighbours,
-    clipped,
-)
-REFUSED = (
-    queue, sum_of_losses, contrastive, float8, foreign_numbers, largest_output, not_built, spare_optimizer
-)  # fmt: skip
-CASES = {case.__name__: case for case in (*ALIKE, *REFUSED)}
-NOT_ON_JAX = (as_in_the_guide, gradient_penalty, foreign_numbers, largest_output, clipped)  # in another form there
-
-
 if __name__ == "__main__":
-    backend, num_devices, *names = sys.argv[1:]
-    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
-    names = names or [name for name, case in CASES.items() if backend != "jax" or case not in NOT_ON_JAX]
-    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
-    result = kerasdp.launch(functools.partial(train, names=names), **settings, verbose=0)
-    print("RESULT " + json.dumps(result))
+    cases = (
+        custom_step, steps_of_keras, as_in_the_guide, gan, gradient_penalty, vae, neighbours, clipped, queue, float8,
+        foreign_numbers, largest_output, not_built, spare_optimizer,
+    )  # fmt: skip
+    main({case.__name__: case for case in cases})

@@ -1,6 +1,9 @@
-"""What the models with steps of their own share: the loop over them, and an update in the form of each backend."""
+"""What programs of cases share: their start, the loop over them, and an update in the form of each backend."""
 
+import functools
+import json
 import os
+import sys
 
 import numpy as np
 
@@ -8,6 +11,29 @@ import kerasdp
 
 BATCH, ROWS = 8, 29  # the last batch of an epoch has five rows
 EPOCHS = 3
+
+
+def main(cases, **settings):
+    """Runs the cases that the command names, or all, in float64; prints by name what each gives, or its refusal.
+
+    python PROGRAM BACKEND NUM_DEVICES [CASE ...] [SETTINGS]: these in JSON, of `kerasdp.Config`
+    """
+    backend, num_devices, *names = sys.argv[1:]
+    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
+    chosen = {name: cases[name] for name in names or cases}
+    settings |= {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
+    print("RESULT " + json.dumps(kerasdp.launch(functools.partial(outcomes, chosen), **settings, verbose=0)))
+
+
+def outcomes(cases, runner):
+    return {name: outcome(case, runner) for name, case in cases.items()}
+
+
+def outcome(case, runner):
+    try:
+        return case(runner)
+    except kerasdp.UserError as error:
+        return str(error)
 
 
 def numbers(seed, *shape):

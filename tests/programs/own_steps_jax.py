@@ -5,25 +5,6 @@ import keras
 from keras import ops
 
 
-class CustomStep:
-    """Own loss and metric trackers; data come as `x, y`."""
-
-    def loss_and_updates(self, trainable, non_trainable, x, y):
-        found, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
-        return ops.mean(keras.losses.mean_squared_error(y, found)), (found, non_trainable)
-
-    def train_step(self, state, data):
-        trainable, non_trainable, optimizer, metrics = state
-        x, y = data
-        differentiated = jax.value_and_grad(self.loss_and_updates, has_aux=True)
-        (loss, (found, non_trainable)), gradients = differentiated(trainable, non_trainable, x, y)
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-        tracked = self.tracker.stateless_update_state(metrics[:2], loss)
-        errors = self.error.stateless_update_state(metrics[2:], y, found)
-        logs = {"loss": self.tracker.stateless_result(tracked), "mae": self.error.stateless_result(errors), "raw": loss}
-        return logs, (trainable, non_trainable, optimizer, [*tracked, *errors])
-
-
 class Vae:
     """Samples drawn in the step, a `test_step`, a `predict_step`, and a regularized layer."""
 

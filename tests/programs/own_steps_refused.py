@@ -64,27 +64,6 @@ def one_layer(runner, loss_of, change=lambda x: x, metric=None, spare=None):
     return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
 
 
-def sum_of_losses(runner):
-    """A sum over the samples: the mean of the devices' sums is another number."""
-    from keras import ops
-
-    return one_layer(runner, lambda y, outputs: ops.sum(ops.square(y - outputs)))
-
-
-def contrastive(runner):
-    """Each sample is told from the others of its batch, of which a device has some alone."""
-    import keras
-    from keras import ops
-
-    def loss_of(y, outputs):
-        alike = ops.matmul(outputs, ops.transpose(outputs))
-        return ops.mean(
-            keras.losses.sparse_categorical_crossentropy(ops.arange(alike.shape[0]), alike, from_logits=True)
-        )
-
-    return one_layer(runner, loss_of)
-
-
 def foreign_numbers(runner):
     """Noise from the backend's own generator, which gives the same on each device."""
     import keras

@@ -1,6 +1,6 @@
 """Trains models of which each device holds a part, in float64.
 
-python sharded.py BACKEND NUM_DEVICES SHARD CASE...: `conv`, `vit`, `tied` (a subclassed model whose layers are shared,
+python sharded.py BACKEND NUM_DEVICES SHARD CASE...: `conv`, `tied` (a subclassed model whose layers are shared,
     and whose table is its last kernel, too), `attention`, `lstm`, `own` (a loop of one's own), and those of `OTHERS`;
     or `resume FOLDER EPOCHS`
 
@@ -36,19 +36,6 @@ def model_of(case):
                 x = self.norm(x + self.hidden(x))
             return ops.matmul(ops.mean(x, axis=1), ops.transpose(self.table.embeddings))
 
-    class Patches(layers.Layer):
-        """From images to a class token and patches, with an embedding of their places."""
-
-        def __init__(self):
-            super().__init__()
-            self.cut = layers.Conv2D(96, 4, strides=4)
-            self.token, self.places = (self.add_weight(shape=(count, 96), initializer="normal") for count in (1, 5))
-
-        def call(self, images):
-            patches = ops.reshape(self.cut(images), (-1, 4, 96))
-            first = ops.broadcast_to(self.token, (ops.shape(patches)[0], 1, 96))
-            return ops.concatenate([first, patches], axis=1) + self.places
-
     def block(x, width, **choices):
         normed = layers.LayerNormalization()(x)
         x = x + layers.MultiHeadAttention(4, width // 4, dropout=0.1)(normed, normed, **choices)
@@ -64,9 +51,6 @@ def model_of(case):
              layers.Conv2D(128, 3), layers.BatchNormalization(), layers.ReLU(), layers.Dropout(0.2), layers.Flatten(),
              layers.Dense(10)]
         )  # fmt: skip
-    if case == "vit":
-        images = keras.Input((8, 8, 3))
-        return keras.Model(images, layers.Dense(10)(block(Patches()(images), 96)[:, 0]))
     tokens = keras.Input((12,), dtype="int32")
     x = layers.Embedding(64, 48)(tokens)
     if case == "lstm":
@@ -86,7 +70,7 @@ def outcome(runner, case, epochs):
         return {"losses": OTHERS[case](runner)}
     before = living_bytes()  # of the models of other cases
     numbers = np.random.RandomState(0)
-    x = numbers.rand(ROWS, 8, 8, 3) if case in ("conv", "vit") else numbers.randint(0, 64, (ROWS, 12))
+    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
     y = numbers.randint(0, 10, ROWS)
     with runner.scope():
         model = model_of("tied" if case in ("own", "resume") else case)

@@ -66,10 +66,8 @@ def efficient(module: str, function_name: str, **choices: Any) -> Callable[..., 
 
 
 register("VGG16", public("VGG16"))
-register("VGG19", public("VGG19"))
 register("MobileNet", public("MobileNet", alpha=0.25))
 register("MobileNetV2", public("MobileNetV2", alpha=0.35))
-register("MobileNetV3Small", public("MobileNetV3Small", alpha=0.75, minimalistic=True))
 register("MobileNetV3Large", public("MobileNetV3Large", alpha=0.75))
 register("Xception", public("Xception"), 71)
 register("InceptionV3", public("InceptionV3"), 75)

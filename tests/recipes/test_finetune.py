@@ -1,8 +1,6 @@
 """Fine-tuning: adapters learn the same everywhere, are resumed without the frozen weights, and leave a plain model."""
 
-import functools
 import importlib.util
-import itertools
 import json
 import shutil
 
@@ -14,7 +12,7 @@ import kerasdp
 from kerasdp.cli.main import parse_recipe
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import frozen_weights
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
+from tests.helpers import BACKENDS, ROOT, each_way, losses_in, results, run
 from tests.programs import finetune
 
 USUAL = {(BACKENDS[0], 1): ("plain",)}
@@ -23,31 +21,16 @@ USUAL = {(BACKENDS[0], 1): ("plain",)}
 def is_there(backend, count, case):
     """Not each choice is there on each backend; what is shared needs several devices."""
     in_parts = count > 1 and backend != "tensorflow"
-    where = {
-        "optimizer": in_parts, "weights": in_parts,
-        "together": in_parts, "pipeline": (backend, count) == ("torch", 2), "tensor": (backend, count) == ("jax", 2),
-    }  # fmt: skip
-    return where.get(case, True)
-
-
-WAYS = [way for way in itertools.product(BACKENDS, (1, 2, 4), finetune.CASES) if is_there(*way)]
-
-
-@functools.cache
-def outcomes(backend, count, *cases):
-    return result_of(run(PROGRAMS / "finetune.py", backend, count, *cases, backend=backend, timeout=900))
+    return in_parts or case != "together"
 
 
 def outcome(backend, count, case):
     quick = USUAL.get((backend, count), ())
-    others = [each for *way, each in WAYS if way == [backend, count] and each not in quick]
-    return outcomes(backend, count, *(quick if case in quick else others))[case]
+    others = [each for each in finetune.CASES if is_there(backend, count, each) and each not in quick]
+    return results("finetune.py", backend, count, *(quick if case in quick else others))[case]
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "case"),
-    [pytest.param(*way, marks=[pytest.mark.proof] * (way[2] not in USUAL.get(way[:2], ()))) for way in WAYS],
-)
+@each_way(finetune.CASES, lambda backend, count, case: case in USUAL.get((backend, count), ()), is_there=is_there)
 def test_it_learns_the_same(backend, count, case, capsys):
     """Losses of 20 steps in float64 beside those of the first backend on one device; the program looks at the rest."""
     expected = outcome(BACKENDS[0], 1, "plain")
@@ -64,7 +47,7 @@ def test_it_learns_the_same(backend, count, case, capsys):
 def resumed(backend, count, *runs):
     """What runs give, one after the other in a process, each with its settings."""
     cases = [json.dumps(each) for each in runs]
-    found = outcomes(backend, count, *cases)
+    found = results("finetune.py", backend, count, *cases)
     return [found[case] for case in cases]
 
 
@@ -177,10 +160,7 @@ def test_the_model_of_the_recipe(tmp_path):
     flags = ("--epochs=2", "--resume", "--gpus=2")
     tuned(tmp_path, *run_of, *flags, backend=BACKENDS[-1], **own)
     straight = tuned(tmp_path, "--workdir=straight", "--epochs=2", **own)
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "fit-2" / "steps.jsonl").read_text().splitlines()]
-        for name in ("run", "straight")
-    ]
+    losses = [losses_in(tmp_path / name / "fit-2") for name in ("run", "straight")]
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert "held out: accuracy" in straight.stdout
     report = json.loads((tmp_path / "run" / "fit-2" / "report.json").read_text())
@@ -219,8 +199,7 @@ def test_a_preset_of_keras_hub(tmp_path):
         flags = ("--preset=bert", f"--dataset={tmp_path}/mine.py:texts", f"--workdir={backend}", "--gpus=2")
         flags += ("--batch_size=7", "--precision=float64", "--checkpoint_weights=trained")
         tuned(tmp_path, *flags, backend=backend)
-        lines = (tmp_path / backend / "steps.jsonl").read_text().splitlines()
-        found[backend] = [json.loads(line)["loss"] for line in lines]
+        found[backend] = losses_in(tmp_path / backend)
         code = "import keras, keras_hub, sys; model = keras.saving.load_model(sys.argv[1]); "
         code += "assert not [one.path for one in model.variables if 'lora' in one.path]"
         loaded = run("-c", code, f"{backend}/model.keras", cwd=tmp_path, KERAS_BACKEND=backend)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kerasdp.errors import UserError
-from tests.helpers import BACKENDS, ROOT, run
+from tests.helpers import BACKENDS, ROOT, losses_in, run
 from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2
 
 # 1,437 digits in twice 15 batches of 96, the last one of 93, which divides neither by two nor by four.
@@ -31,10 +31,6 @@ def module_in(folder, name):
 def lesson():
     """The recipe as a module."""
     return module_in("recipes", "from_scratch")
-
-
-def losses_in(workdir):
-    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
 
 
 def follow(*flags, backend, **settings):
@@ -126,21 +122,6 @@ def test_the_picture_of_the_ring(lesson):
     assert all(piece == everybody for own in found[-1][0] for piece in own)
     _, sent = lesson.ring_allreduce([np.ones(count)] * count, ["cpu:0"] * count)
     assert sent == [len(found) - 1] * count  # a piece a step
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_device_and_two_in_float64(backend, tmp_path):
-    """120 steps at a rate that makes much of round-off: in float32 losses differ by 1e-3 after 24."""
-    losses = []
-    for count in (1, 2):
-        workdir = tmp_path / str(count)
-        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=48", "--epochs=4", "--precision=float64")
-        done = follow(*flags, "--learning_rate=0.1", f"--workdir={workdir}", backend=backend)
-        assert done.returncode == 0, done.stderr
-        losses.append(losses_in(workdir))
-    assert len(losses[0]) == 120 and losses[0][-1] < 1.0
-    np.testing.assert_allclose(*losses, rtol=0, atol=1e-9)
 
 
 @pytest.mark.proof

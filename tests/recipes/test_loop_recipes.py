@@ -1,10 +1,8 @@
 """The recipes with their own loops: alike on all backends and device counts, resumed in the middle."""
 
-import json
-
 import pytest
 
-from tests.helpers import BACKENDS, run
+from tests.helpers import BACKENDS, losses_in, run
 
 # In float64: in float32 Adam makes much of round-off. A GAN's loss differs by 2e-3 after four steps on some machines.
 FLAGS = ("--device=cpu", "--precision=float64", "--log_every=1", "--verbose=0")
@@ -16,7 +14,7 @@ def trained(recipe, backend, count, workdir, *flags):
     ways = (f"--backend={backend}", f"--gpus={count}", f"--workdir={workdir}")
     done = run(f"recipes/{recipe}.py", *FLAGS, *ways, *flags, backend=backend, timeout=500)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    return losses_in(workdir)
 
 
 @pytest.mark.proof

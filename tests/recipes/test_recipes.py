@@ -116,21 +116,6 @@ def test_parity(tmp_path):
     assert_one_line_and_exit_code_2(refused, "--gpus has no effect here")
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float64"])
-def test_precision_and_event_files(backend, precision, tmp_path):
-    done = train(
-        f"--backend={backend}", "--gpus=2", "--device=cpu", "--model=convnet", "--optimizer=adam", "--epochs=1",
-        "--max_steps=12", "--batch_size=61", f"--precision={precision}", "--tracker=tensorboard", "--log_every=1",
-        f"--workdir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert len(losses) == 12
-    assert losses[-1] < losses[0]
-    assert any((tmp_path / "tensorboard").iterdir())
-
-
 @pytest.mark.parametrize("backend", some_of([(name,) for name in BACKENDS], [(BACKENDS[0],)]))
 def test_a_folder_of_images(backend, tmp_path):
     make_images(tmp_path / "images", {"cat": 20, "dog": 13})
@@ -242,17 +227,6 @@ def test_comparison_of_speeds(tmp_path):
     assert len({one["ready"]["parameters"] for one in found["contenders"]}) == 1
     assert (tmp_path / "bars.png").stat().st_size > 10_000
     assert_one_line_and_exit_code_2(run("benchmarks/compare.py", "--peers=theano"), "--peers: expected some of")
-
-
-@pytest.mark.proof  # of `.ci/run`
-def test_a_pipeline_from_the_command_line(tmp_path):
-    """It says how the model is cut."""
-    flags = ["--strategy=pipeline", "--gpus=2", "--model=mlp", "--max_steps=3", "--device=cpu"]
-    done = train("--backend=torch", *flags, f"--workdir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^    0 +flatten \.\.\. ", done.stdout, re.M) or "stage  layers" in done.stdout
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["num_devices"], report["steps"]) == (2, 3)
 
 
 @pytest.mark.proof  # in short: test_readme.py and training/test_own_steps.py

@@ -1,11 +1,10 @@
 """Training from a folder of shards is training from the arrays that are in them, also where it resumes."""
 
-import json
 import subprocess
 
 import pytest
 
-from tests.helpers import BACKENDS, run
+from tests.helpers import BACKENDS, losses_in, run
 
 STEPS = 25  # of 23 an epoch
 
@@ -31,7 +30,7 @@ def losses(recipe, backend, count, workdir, folder, *flags):
         HF_HOME=str(folder / "cache"),
     )  # fmt: skip
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    return losses_in(workdir)
 
 
 def expected(folder, tmp_path):

@@ -1,20 +1,15 @@
 """The recipe for text: bucketed and masked, alike on all backends and device counts, resumed in the middle."""
 
-import json
 import os
 import re
 import shutil
 
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, run
+from tests.helpers import BACKENDS, ROOT, losses_in, run
 
 FLAGS = ("--device=cpu", "--batch_size=8", "--epochs=1", "--log_every=1", "--verbose=0")
 WAYS = [(name, count) for name in BACKENDS for count in (1, 2)]
-
-
-def losses_in(workdir):
-    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
 
 
 def trained(backend, count, workdir, *flags, **settings):

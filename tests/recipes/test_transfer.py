@@ -1,6 +1,5 @@
 """The recipe for transfer learning: two fits, batch norm in inference mode, resumed in the second."""
 
-import json
 import shutil
 
 import numpy as np
@@ -9,7 +8,7 @@ from PIL import Image
 
 from kerasdp.cli.main import parse_recipe
 from kerasdp.errors import UserError
-from tests.helpers import BACKENDS, ROOT, run
+from tests.helpers import BACKENDS, ROOT, losses_in, run
 
 SHORT = ("--device=cpu", "--size=32,32", "--batch_size=8", "--head_epochs=1", "--log_every=1", "--verbose=0")
 
@@ -41,10 +40,7 @@ def transferred(files, backend, workdir, *flags, program="recipes/transfer.py", 
     given = (f"--data_dir={files}/photos", f"--weights={files}/backbone.weights.h5", f"--workdir={workdir}")
     done = run(program, *SHORT, *given, f"--backend={backend}", *flags, backend=backend, timeout=600, **settings)
     assert done.returncode == 0, done.stderr
-    return [
-        [json.loads(line)["loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
-        for folder in (workdir, workdir / "fit-2")
-    ]
+    return [losses_in(folder) for folder in (workdir, workdir / "fit-2")]
 
 
 @pytest.mark.proof

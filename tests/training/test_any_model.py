@@ -1,22 +1,18 @@
 """Subclasses of `keras.Model` of many kinds train alike on every backend and device count, or are refused in a line."""
 
-import functools
-
 import numpy as np
-import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, each_way, results
 
 # With torch all cases are quick; with the others, whose compilers need seconds, most are proofs.
-USUAL = [pair for pair in (("torch", 2), ("jax", 1), ("tensorflow", 2)) if pair[0] in BACKENDS]
-OTHERS = [(backend, 3 - count) for backend, count in USUAL]
+USUAL = {"torch": 2, "jax": 1, "tensorflow": 2}
 
 ALIKE = (
-    "never_called", "compiled_loss_not_used", "session_cleared", "only_predicts", "called_in_training", "equal_paths",
-    "all_frozen", "nothing_to_train", "lora", "frozen_between_fits", "frozen_by_callback", "no_scope",
+    "never_called", "session_cleared", "only_predicts", "called_in_training", "equal_paths",
+    "all_frozen", "lora", "frozen_between_fits", "frozen_by_callback", "no_scope",
     "mask_and_unused_weights", "weight_of_the_loss", "used_from_the_second_epoch_on", "loss_that_draws",
     "layers_of_their_own_kind", "twice", "methods_of_the_model", "own_fit", "fit_by_fit", "data_of_its_own_kind",
-    "data_that_draws", "task", "loss_whose_generator_the_model_does_not_hold", "spectral_normalization",
+    "data_that_draws", "task", "loss_whose_generator_the_model_does_not_hold", 
     "loss_that_keeps_a_variable", "own_batch_norm", "assigned_in_call",
 )  # fmt: skip
 REFUSED = {
@@ -32,53 +28,36 @@ REFUSED = {
 }
 QUICK = {
     "torch": (*ALIKE, *REFUSED),
-    "jax": ("data_that_draws", "method_of_task", "optimizer_made_before_launch", "assigned_in_call"),
-    "tensorflow": ("only_predicts", "train_on_batch", "own_loop"),
+    "jax": ("optimizer_made_before_launch", "assigned_in_call"),
+    "tensorflow": (),
 }
 
 
 def is_there(backend, count, case):
-    """What was made before is not sent to other processes (`test_sending.py`); one stateful layer is trained."""
+    """What was made before is not sent to other processes (`test_sending.py`); TensorFlow trains stateful layers."""
     if "before" in case:
         return count == 1
     return (backend, count, case) != ("tensorflow", 1, "stateful")
 
 
-def each_way(cases):
-    """Backends, device counts and cases; what lasts long is a proof."""
-    quick = [(*pair, case) for pair in USUAL for case in cases if case in QUICK[pair[0]]]
-    slow = [(*pair, case) for pair in [*USUAL, *OTHERS] for case in cases if (*pair, case) not in quick]
-    proofs = [pytest.param(*way, marks=pytest.mark.proof) for way in slow if is_there(*way)]
-    return pytest.mark.parametrize(("backend", "count", "case"), [*(way for way in quick if is_there(*way)), *proofs])
+def is_quick(backend, count, case):
+    return count == USUAL[backend] and case in QUICK[backend]
 
 
 def outcome(backend, count, case):
     quick = QUICK[backend]
-    return outcomes(backend, count, *(quick if case in quick else ()))[case]
+    return results("any_model.py", backend, count, *(quick if case in quick else ()))[case]
 
 
-@functools.cache
-def outcomes(backend, count, *names):
-    return result_of(run(PROGRAMS / "any_model.py", backend, count, *names, backend=backend))
-
-
-@each_way(ALIKE)
+@each_way(ALIKE, is_quick, (1, 2), is_there)
 def test_trains_alike(backend, count, case):
-    received, expected = outcome(backend, count, case), outcome(*USUAL[0], case)
+    received, expected = outcome(backend, count, case), outcome(BACKENDS[0], USUAL[BACKENDS[0]], case)
     assert not isinstance(received, str), received
     np.testing.assert_allclose(received, expected, rtol=0, atol=1e-5)
 
 
-@each_way(REFUSED)
+@each_way(REFUSED, is_quick, (1, 2), is_there)
 def test_refused(backend, count, case):
     received = outcome(backend, count, case)
     assert isinstance(received, str) and "\n" not in received
     assert REFUSED[case] in received
-
-
-@pytest.mark.proof
-@pytest.mark.skipif("tensorflow" not in BACKENDS, reason="Keras trains them on TensorFlow alone")
-def test_stateful_layers_train_on_one_device():
-    """The program itself compares their predictions."""
-    losses = outcomes("tensorflow", 1, "stateful")["stateful"]
-    assert not isinstance(losses, str), losses

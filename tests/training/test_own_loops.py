@@ -1,45 +1,41 @@
 """Loops of one's own train, stop and resume alike on all backends and device counts; wrong ones say so in a line."""
 
-import functools
 import json
 
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, HOST_BACKENDS, PROGRAMS, all_but, finish, result_of, run, start
+from tests.helpers import (
+    BACKENDS,
+    HOST_BACKENDS,
+    PROGRAMS,
+    all_but,
+    assert_alike,
+    each_way,
+    finish,
+    numbers,
+    result_of,
+    results,
+    run,
+    start,
+)
 from tests.hosts.together import free_port, place_in_run
-from tests.training.test_own_steps import numbers
 
-CASES = ("supervised", "wgan", "vae", "momentum_contrast", "distillation", "maml", "style", "dqn", "scaled")
+CASES = ("supervised", "wgan", "momentum_contrast", "maml", "style", "dqn", "scaled")
 # In the default suite; the others, and other numbers of devices, are proofs.
-USUAL = {(BACKENDS[0], 2): ("supervised", "wgan", "momentum_contrast", "maml", "style")}
-WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
-
-
-@functools.cache
-def outcomes(backend, count, cases, settings="{}"):
-    return result_of(run(PROGRAMS / "loops.py", backend, count, *cases, settings, backend=backend, timeout=800))
+USUAL = {(BACKENDS[0], 2): ("supervised", "wgan", "momentum_contrast")}
 
 
 def outcome(backend, count, case):
     """What a case gave; those of the default suite share a process, and so do the proofs."""
     usual = USUAL.get((backend, count), USUAL[BACKENDS[0], 2])
-    return outcomes(backend, count, tuple(name for name in CASES if (name in usual) == (case in usual)))[case]
+    return results("loops.py", backend, count, *(name for name in CASES if (name in usual) == (case in usual)))[case]
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "case"),
-    [
-        pytest.param(*way, case, marks=[pytest.mark.proof] * (case not in USUAL.get(way, ())))
-        for way in WAYS
-        for case in CASES
-    ],
-)
+@each_way(CASES, lambda backend, count, case: case in USUAL.get((backend, count), ()))
 def test_trains_as_on_one_device(backend, count, case):
     """In float64: what each of 20 steps gives, the last batch of an epoch uneven."""
-    expected, received = outcome(BACKENDS[0], 1, case), outcome(backend, count, case)
-    assert not isinstance(received, str), received
-    np.testing.assert_allclose(numbers(received), numbers(expected), rtol=1e-11, atol=1e-12)
+    assert_alike(outcome(backend, count, case), outcome(BACKENDS[0], 1, case), 1e-11)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="elsewhere steps are compiled anyway")
@@ -51,7 +47,7 @@ def test_compiled_on_torch(count):
     done = run(PROGRAMS / "loops.py", "torch", count, *CASES, '{"compile": "on"}', backend="torch", timeout=800)
     assert "cannot be captured" not in done.stderr
     for case, received in result_of(done).items():
-        np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-9, atol=1e-12)
+        assert_alike(received, outcome(BACKENDS[0], 1, case))
 
 
 @pytest.mark.proof
@@ -77,14 +73,14 @@ def test_nothing_is_compiled_after_the_second_step(backend):
 def test_a_loop_is_fit():
     """The same model, optimizer, data and seed give the curve of `fit`."""
     found = outcome(BACKENDS[0], 1, "supervised")
-    np.testing.assert_allclose(numbers(found["loop"]), numbers(found["fit"]), rtol=1e-12)
+    assert_alike(found["loop"], found["fit"], 1e-12, 0)
 
 
 @pytest.mark.proof
 def test_batch_norm_of_each_device_is_that_of_fit(backend):
     """Weights and moving statistics after 20 steps on two devices, with --batch_norm=replica."""
-    found = outcomes(backend, 2, ("norm_of_replicas",), '{"batch_norm": "replica"}')["norm_of_replicas"]
-    np.testing.assert_allclose(numbers(found["loop"]), numbers(found["fit"]), rtol=1e-11, atol=1e-12)
+    found = results("loops.py", backend, 2, "norm_of_replicas", '{"batch_norm": "replica"}')["norm_of_replicas"]
+    assert_alike(found["loop"], found["fit"], 1e-11)
 
 
 @pytest.mark.proof
@@ -96,7 +92,7 @@ def test_two_hosts(backend):
     hosts = [start(PROGRAMS / "loops.py", backend, 1, *cases, backend=backend, **place) for place in places]
     found, _ = [finish(host, 280) for host in hosts]
     for case, received in result_of(found).items():
-        np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-11, err_msg=case)
+        assert_alike(received, outcome(BACKENDS[0], 1, case), 1e-11, 0, case)
 
 
 MOVES = (("torch", 1, "jax", 2), ("jax", 1, "tensorflow", 2), ("tensorflow", 2, "torch", 1), ("torch", 1, "torch", 2))
@@ -107,8 +103,8 @@ MOVES = (("torch", 1, "jax", 2), ("jax", 1, "tensorflow", 2), ("tensorflow", 2, 
 def test_resumes(move, tmp_path):
     """Stopped within the second epoch, between a step of the critic and one of the generator; resumed elsewhere."""
     workdir = {"workdir": str(tmp_path / "run"), "log_every": 1}
-    outcomes(*move[:2], ("wgan",), json.dumps(workdir | {"max_steps": 6}))
-    received = outcomes(*move[2:], ("wgan",), json.dumps(workdir | {"resume": True}))["wgan"]
+    results("loops.py", *move[:2], "wgan", json.dumps(workdir | {"max_steps": 6}))
+    received = results("loops.py", *move[2:], "wgan", json.dumps(workdir | {"resume": True}))["wgan"]
     expected = outcome(BACKENDS[0], 1, "wgan")
     np.testing.assert_allclose(numbers(received["critic"]), numbers(expected["critic"][6:]), rtol=1e-11)
     np.testing.assert_allclose(received["maker"], expected["maker"][3:], rtol=1e-11)

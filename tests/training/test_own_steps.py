@@ -3,89 +3,50 @@
 The step is one for all backends, by `kerasdp.value_and_grad`, or in the form of each backend's guide.
 """
 
-import functools
-import itertools
 import json
 
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_alike, each_way, result_of, results, run
 
-ALIKE = (
-    "custom_step",
-    "steps_of_keras",
-    "several_steps_a_call",
-    "as_in_the_guide",
-    "gan",
-    "gradient_penalty",
-    "vae",
-    "neighbours",
-    "clipped",
-)
+ALIKE = ("custom_step", "steps_of_keras", "as_in_the_guide", "gan", "gradient_penalty", "vae", "neighbours", "clipped")
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
     "first in the value of queue/seen",
-    "sum_of_losses": "train_step of Sum does something else with a batch that is split over the devices than with all "
-    "of it, first in the gradient of",
-    "contrastive": "than with all of it, first in the gradient of",
     "foreign_numbers": "each time for the same batch: random numbers that are not from keras.random would be the same",
     "largest_output": "than with all of it, first in the change of metric largest/value",
     "float8": "the train_step of Sum on several devices: expected gradients that an optimizer may average. Received: ",
     "not_built": "has no weights yet, and not_built has no call() to make them",
 }
 NOT_ON_JAX = ("foreign_numbers", "largest_output", "clipped")  # in another form there
-NATIVE_ON_JAX = ("custom_step", "vae")
 USUAL = (BACKENDS[0], 2)
 
 
-def each_way(cases):
-    """Backends, device counts and cases; the others compile for long, and are proofs."""
-    found = [
-        pytest.param(backend, count, case, marks=[pytest.mark.proof] * ((backend, count) != USUAL))
-        for backend in BACKENDS
-        for count in (1, 2, 4)
-        for case in cases
-        if not (backend == "jax" and case in NOT_ON_JAX)
-    ]
-    return pytest.mark.parametrize(("backend", "count", "case"), found)
-
-
-@functools.cache
-def outcomes(backend, count, cases, **env):
-    return result_of(run(PROGRAMS / "own_steps.py", backend, count, *cases, backend=backend, **env))
-
-
 def outcome(backend, count, case):
-    """What a case gave; most of them share a process."""
-    is_apart = backend != "torch" or case == "clipped"
-    shared = tuple(name for name in (*ALIKE, *REFUSED) if name != "clipped")
-    return outcomes(backend, count, (case,) if is_apart else shared)[case]
+    """What a case gave; on torch all of them share a process."""
+    return results("own_steps.py", backend, count, *((*ALIKE, *REFUSED) if backend == "torch" else (case,)))[case]
 
 
-def numbers(result):
-    """All numbers of a result, in order."""
-    if isinstance(result, dict):
-        return list(itertools.chain(*(numbers(result[name]) for name in sorted(result))))
-    return list(itertools.chain(*map(numbers, result))) if isinstance(result, list) else [result]
+def is_there(backend, count, case):
+    return backend != "jax" or case not in NOT_ON_JAX
 
 
-@each_way(ALIKE)
+def is_usual(backend, count, *case):
+    return (backend, count) == USUAL
+
+
+@each_way(ALIKE, is_usual, is_there=is_there)
 def test_trains_as_on_one_device(backend, count, case):
     """In float64: losses and metrics of each step, the last batch uneven, evaluation, predictions and weights."""
     # torch's function clips to a little less than TensorFlow's: each is compared with itself.
     expected = outcome(backend if case == "clipped" else BACKENDS[0], 1, case)
     received = outcome(backend, count, case)
-    if isinstance(received, str):
-        pytest.fail(received)
     if backend == "jax" and case in ("gan", "neighbours"):  # where the model holds the optimizers' variables, too
         expected, received = ({**result, "weights": []} for result in (expected, received))
-    assert len(expected["steps"]) == (6 if case == "several_steps_a_call" else 12)
-    np.testing.assert_allclose(numbers(received), numbers(expected), rtol=1e-9, atol=1e-12)
-
-
-NATIVE = {"torch": ALIKE, "jax": NATIVE_ON_JAX, "tensorflow": ALIKE}
+    assert len(expected["steps"]) == 12
+    assert_alike(received, expected)
 
 
 @pytest.mark.proof
@@ -93,14 +54,13 @@ NATIVE = {"torch": ALIKE, "jax": NATIVE_ON_JAX, "tensorflow": ALIKE}
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_in_the_form_of_each_backend(backend, count):
     """The same steps by `backward`, a GradientTape, or as functions of a state."""
-    cases = tuple(case for case in NATIVE[backend] if case not in ("clipped", "several_steps_a_call"))
-    received = outcomes(backend, count, cases, OWN_STEPS="native")
+    cases = ("vae",) if backend == "jax" else tuple(case for case in ALIKE if case != "clipped")
+    received = results("own_steps.py", backend, count, *cases, OWN_STEPS="native")
     for case in cases:
-        own, expected = received[case], outcome(BACKENDS[0], 1, case)
-        np.testing.assert_allclose(numbers(own), numbers(expected), rtol=1e-9, atol=1e-12, err_msg=case)
+        assert_alike(received[case], outcome(BACKENDS[0], 1, case), name=case)
 
 
-@each_way(REFUSED)
+@each_way(REFUSED, is_usual, is_there=is_there)
 def test_refused(backend, count, case):
     """What would train something else says so before the first step; one device and jax train it."""
     received, words = outcome(backend, count, case), REFUSED[case]
@@ -133,7 +93,7 @@ def test_resumes_with_all_its_optimizers(move, case, tmp_path):
     expected = outcome(BACKENDS[0], 1, case)
     if "jax" in move:  # where the model holds the optimizers' variables, too
         expected, received = ({**result, "weights": []} for result in (expected, received))
-    np.testing.assert_allclose(numbers(received), numbers(expected), rtol=1e-9, atol=1e-12)
+    assert_alike(received, expected)
 
 
 @all_but("jax", "tensorflow")
@@ -154,20 +114,8 @@ def test_what_each_device_keeps_for_itself_ends_the_run_after_its_first_step(tmp
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) <= 1
 
 
-def each_backend():
-    """One as users have it, on two devices; the others are proofs."""
-    return pytest.mark.parametrize(
-        ("backend", "count"),
-        [
-            pytest.param(backend, count, marks=[pytest.mark.proof] * ((backend, count) != USUAL))
-            for backend in BACKENDS
-            for count in (1, 2)
-        ],
-    )
-
-
-@each_backend()
-def test_steps_that_tell_their_loss_alone_and_those_that_change_nothing(backend, count):
+@each_way(["unchanged"], is_usual, (1, 2))
+def test_steps_that_tell_their_loss_alone_and_those_that_change_nothing(backend, count, case):
     """The loss of an epoch is the mean of its batches, of which one is smaller; what changes no weight is warned of."""
     done = run(PROGRAMS / "unchanged.py", backend, count, backend=backend)
     found = result_of(done)

@@ -83,41 +83,12 @@ def test_forced_strides_keep_values_and_set_the_layout(private):
     assert torch.equal(result, tensor) and result.stride() == (12, 1, 6, 3)
 
 
-def test_tensors_that_are_captured(private):
-    import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    found = []
-    kept = torch.ones(1)
-
-    def function(x):
-        found.append(private.is_being_captured(x))
-        return x + kept  # not an input, and real: `_allow_non_fake_inputs`
-
-    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.ones(1))
-    assert found == [True] and not private.is_being_captured(kept)
-    assert graph(torch.ones(1)).item() == 2
-
-
 def test_static_addresses(private):
     import torch
 
     tensor = torch.ones(1)
     private.mark_static_addresses([tensor])
     assert tensor._dynamo_static_input_type
-
-
-def test_collectives_of_a_graph(private, tmp_path):
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        tensor = torch.arange(3.0)
-        assert torch.equal(private.all_gather_functional(tensor), tensor)
-        assert torch.equal(private.wait(private.all_reduce_async(tensor)), tensor)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.skipif("tensorflow" not in helpers.BACKENDS, reason="needs TensorFlow")

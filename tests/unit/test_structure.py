@@ -1,6 +1,7 @@
 """The house stays as it was drawn: who imports what, how fast, how long."""
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
@@ -39,10 +40,20 @@ def module_name(path):
 MODULES = {module_name(path): path for path in FILES}
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes_of(path):
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
 def imports(path, *, anywhere):
     """Modules that a file imports: at its top (not under TYPE_CHECKING), or anywhere in it."""
-    tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if anywhere else tree.body
+    nodes = nodes_of(path) if anywhere else tree_of(path).body
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -52,10 +63,11 @@ def imports(path, *, anywhere):
     return found
 
 
+@functools.cache
 def modules_imported_by(path):
     """Of this package, anywhere in the file. A package counts where one of its own names is asked for."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "kerasdp":
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
@@ -140,7 +152,7 @@ def test_no_import_circle():
 
 def modules_loaded_by_name(path):
     """The last part of the names of the backends' modules that a file loads with `import_module`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             name = ast.unparse(node.args[0]).strip("f'\"")
             if name.startswith("kerasdp.backends."):
@@ -179,46 +191,21 @@ def test_an_engine_loads_no_keras(path):
     assert "keras" not in roots(loaded)
 
 
-STANDARD_LIBRARY = (
-    "argparse", "collections", "dataclasses", "functools", "glob", "importlib", "io", "json", "math", "os", "pathlib",
-    "pydoc_data", "runpy", "secrets", "socket", "tempfile", "typing",
-)  # fmt: skip
-
-
 def test_recipes_use_public_names_only():
     import kerasdp
 
     for path in (ROOT / "recipes").glob("*.py"):
-        tree = ast.parse(path.read_text())
         used = {
             node.attr
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kerasdp"
         }
         assert used <= set(kerasdp.__all__), path
-        known = {
-            "kerasdp",
-            "keras",
-            "numpy",
-            "gymnasium",
-            "keras_hub",
-            "optuna",
-            "ray",
-            "sklearn",
-            "PIL",
-            "datasets",
-            "grain",
-            "array_record",
-            *STANDARD_LIBRARY,
-        }
-        beside = {"ray_train.py": "train", "sweep.py": "train", "finetune.py": "text"}  # a recipe of the same folder
-        known |= {beside.get(path.name, "keras")}
-        # The lesson, which shows what the engines do: each framework's gradient, and all of it in one file.
+        modules = imports(path, anywhere=True)
+        # The lesson shows what the engines do: each framework's gradient, and all of it in one file.
         is_lesson = path.name == "from_scratch.py"
-        known |= {"time", "itertools", "json", *FRAMEWORKS} if is_lesson else set()
-        measures = path.name == "pipeline.py"  # and draws
-        known |= {"dataclasses", "json", "matplotlib", "statistics"} if measures else set()
-        assert roots(imports(path, anywhere=True)) <= known, path
+        assert is_lesson or not roots(modules) & FRAMEWORKS, path
+        assert not [module for module in modules if module.startswith(("kerasdp.", "keras.src", "tests"))], path
         # All that these do is in the recipe.
         is_long = path.stem in {"gan", "diffusion", "cartpole", "sweep", "ray_train", "finetune", "pipeline"}
         assert len(path.read_text().splitlines()) <= (175 if is_lesson else 115 if is_long else 70), path
@@ -228,7 +215,7 @@ def test_every_function_is_short():
     assert [
         f"{path.relative_to(PACKAGE)}: {node.name}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60
     ] == []
 
@@ -246,11 +233,11 @@ MODULES_FOR_PRIVATE_NAMES = [
 
 def private_names(path):
     """Underscore names that a file reads of others' objects, and private modules that it imports."""
-    tree = ast.parse(path.read_text())
-    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
+    nodes = nodes_of(path)
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_self(node.value)}
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         name = ""
         if isinstance(node, ast.Attribute) and not is_self(node.value):
             name = node.attr

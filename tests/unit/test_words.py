@@ -1,5 +1,6 @@
 """One word for one thing: words that this project does not use, and those it writes instead."""
 
+import functools
 import pathlib
 import re
 
@@ -41,15 +42,19 @@ WORDS = {
 PLACES = ("kerasdp", "recipes", "flags", "benchmarks", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
+@functools.cache
 def written(root):
     """All files that people read, as (name, text); of the changelog what is not released."""
+    found = []
     for place in PLACES:
         path = root / place
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.suffix in (".py", ".md", ".flags"):
                 text = file.read_text()
                 is_changelog = file.name == "CHANGELOG.md"
-                yield file.relative_to(root), re.split(r"\n## (?!Unreleased)", text)[0] if is_changelog else text
+                read = re.split(r"\n## (?!Unreleased)", text)[0] if is_changelog else text
+                found.append((file.relative_to(root), read))
+    return found
 
 
 def found(word, root=ROOT):
