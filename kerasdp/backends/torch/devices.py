@@ -340,11 +340,6 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def device_name() -> str:
-    """Returns the name of the first GPU or TPU, as its maker has it."""
-    return torch.cuda.get_device_name()
-
-
 def describe() -> dict[str, Any]:
     """Returns the version, the devices, and the versions of the libraries of GPUs."""
     count = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
