@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdp.pipeline.graph import graph_of
+from kerasdp.pipeline import Graph
 
 
 def flops_of(model: Any) -> list[float]:
@@ -15,7 +15,7 @@ def flops_of(model: Any) -> list[float]:
     Args:
         model: functional, built.
     """
-    return [float(_flops(call)) for call in graph_of(model).calls]
+    return [float(_flops(call)) for call in Graph(model).calls]
 
 
 def _flops(call: Any) -> int:

@@ -156,7 +156,7 @@ def forward_flops(model: Any) -> float | None:
 def device_name(runner: "kerasdp.Runner") -> str:
     """Returns the name of a GPU or TPU; `"cpu"` of others."""
     backend = importlib.import_module(f"kerasdp.backends.{runner.config.backend}.devices")
-    return backend.device_name() if runner.devices.is_accelerator else "cpu"
+    return backend.describe()["devices"][0].partition(" (")[0] if runner.devices.is_accelerator else "cpu"
 
 
 def make_config(args: Namespace) -> kerasdp.Config:

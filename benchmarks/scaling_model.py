@@ -103,8 +103,7 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
     from flops import flops_of
     from step_bytes import step_bytes
 
-    from kerasdp.pipeline.graph import graph_of
-    from kerasdp.pipeline.partition import costs_of
+    from kerasdp.pipeline import Graph
 
     config = runner.config
     if config.model not in MODELS:
@@ -113,8 +112,7 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
         data = kerasdp.load_data(config)
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    sent, graph = step_bytes(kerasdp.portable(model), config, 2), graph_of(model)
-    sizes = np.array(costs_of(graph))
+    sent, sizes = step_bytes(kerasdp.portable(model), config, 2), np.array(Graph(model).costs())
     return {
         "layer_bytes": sizes / sizes.sum() * sent.gradients, "layer_flops": np.array(flops_of(model)),
         "gathered": sent.gathered, "num_gatherings": sent.num_gatherings,

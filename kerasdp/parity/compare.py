@@ -8,7 +8,6 @@ import numpy as np
 
 from kerasdp.config import BACKENDS
 from kerasdp.errors import RunError, UserError
-from kerasdp.parity.bisect import Finding, bisect
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
 from kerasdp.parity.trace import Job, Trace, Way, trace
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
@@ -28,8 +27,6 @@ class Outcome:
         losses: of each step.
         differences: of the losses from the reference's, relative, of each step.
         divergence: where it diverges from the reference; None if nowhere.
-        finding: what differs first on one device in float64, operation by operation, or why that cannot be said; None
-            if nothing does, or nobody looked.
         round_off: the largest difference in float64, if it diverges in float32 but not there: then round-off has grown,
             and nothing is wrong. None also where a difference in float32 is too large for that from the start.
         error: why it could not be trained; empty if it could.
@@ -41,7 +38,6 @@ class Outcome:
     losses: np.ndarray
     differences: np.ndarray
     divergence: Divergence | None = None
-    finding: Finding | str | None = None
     round_off: float | None = None
     error: str = ""
     seconds: float = 0.0
@@ -61,8 +57,7 @@ class Outcome:
                 f"{self.way} diverges from {self.reference} by round-off alone (in float64 they are "
                 f"{self.round_off:.1e} apart): {dataclasses.replace(self.divergence, layer='')}"
             )
-        words = "" if self.finding is None else f"\noperation by operation, {self.finding}"
-        return f"{self.way} diverges from {self.reference}: {self.divergence}{words}"
+        return f"{self.way} diverges from {self.reference}: {self.divergence}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,7 +212,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
         return Outcome(way=way, reference=way, losses=expected.losses, differences=none, seconds=expected.seconds)
     try:
         received = trace(reference.job, way)
-        divergence, round_off, finding = first_divergence(expected, received, tolerance), None, None
+        divergence, round_off = first_divergence(expected, received, tolerance), None
         if divergence is not None and divergence.what in ("loss", "gradient", "metrics", "final weights"):
             step = len(expected.losses) - 1 if divergence.step is None else divergence.step
             layer, is_certain = _find_layer(way, reference, step, tolerance)
@@ -226,8 +221,6 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
             is_certain |= divergence.what == "gradient" and divergence.step == 0
             if not is_certain and way.precision == "float32":
                 round_off = _difference_in_float64(way, reference)
-            if round_off is None and way.backend != reference.way.backend:
-                finding = _find_operation(way, reference)
     except RunError as error:
         nothing = np.empty(0)
         return Outcome(way=way, reference=reference.way, losses=nothing, differences=nothing, error=str(error))
@@ -237,7 +230,6 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
         losses=received.losses,
         differences=np.array([difference(*pair) for pair in zip(expected.losses, received.losses)]),
         divergence=divergence,
-        finding=finding,
         round_off=round_off,
         seconds=received.seconds,
     )
@@ -257,15 +249,6 @@ def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance)
         if found:
             return f"{found}; step 0 agrees: an update differs, or round-off has grown", False
     return "in that step no layer's output and no gradient stands out", False
-
-
-def _find_operation(way: Way, reference: Reference) -> Finding | str | None:
-    job = reference.job
-    ways = [dataclasses.replace(each, num_devices=1, precision="float64") for each in (reference.way, way)]
-    try:
-        return bisect(job.build_model, job.data, (ways[0], ways[1]), batch_size=job.batch_size, seed=job.seed)
-    except (RunError, UserError) as error:
-        return f"it cannot be said: {error}"
 
 
 def _difference_in_float64(way: Way, reference: Reference) -> float | None:

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, result_of, run
 
 REPORT = "gpu-report.md"
 _PACKAGES = ("kerasdp", "keras", "torch", "triton", "jax", "jaxlib", "tensorflow", "numpy")
@@ -17,7 +17,8 @@ _PACKAGES = ("kerasdp", "keras", "torch", "triton", "jax", "jaxlib", "tensorflow
 @functools.cache
 def seen_by(backend):
     """What a framework says of this machine's devices."""
-    return result_of(run(PROGRAMS / "gpu_devices.py", backend))
+    program = f"import json, kerasdp.backends.{backend}.devices as own; print('RESULT', json.dumps(own.describe()))"
+    return result_of(run("-c", program))
 
 
 def write_report(path: pathlib.Path, outcomes: list) -> None:

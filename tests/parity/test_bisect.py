@@ -13,9 +13,18 @@ import pytest
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.operations import Array, Call, aligned
 from kerasdp.parity import Way
-from kerasdp.parity.bisect import Finding, Step, Steps, _findings, _of_gradients, bisect
+from kerasdp.parity.bisect import (
+    Finding,
+    Step,
+    Steps,
+    _findings,
+    _of_gradients,
+    bisect,
+    program_of,
+    run_program,
+    shows,
+)
 from kerasdp.parity.divergence import tolerance_for
-from kerasdp.parity.program import program_of, run_program, shows
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 from tests.programs.planted import CLEAN, FAULTS, MODELS, OF_HUB
 

@@ -7,7 +7,7 @@ from keras import layers
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.pipeline.plan import MicroBatches, make_plan, with_rows
+from kerasdp.pipeline import MicroBatches, make_plan, with_rows
 from kerasdp.portability.global_batch import shares_of
 from tests.pipeline.models import net
 
@@ -87,9 +87,9 @@ def loss_of(reduction):
     ],
 )
 def test_a_loss_that_needs_the_whole_batch(make, is_weighted, words):
-    assert UNEVEN.shares(make(), is_weighted=is_weighted) is None
-    with pytest.raises(UserError, match=f"{words}.*; leave it out"):
-        shares_of(make(), [4, 4, 2], is_weighted=is_weighted, instead="leave it out")
+    with pytest.raises(UserError, match=f"{words}.*; use --strategy=data, or --split_size=10, with which the stages"):
+        UNEVEN.shares(make(), is_weighted=is_weighted)
+    assert MicroBatches(num_rows=10, size=10).shares(make(), is_weighted=is_weighted) == [1.0]
 
 
 def tuned(num_rows, **choices):

@@ -7,7 +7,7 @@ from keras import layers
 
 from kerasdp import pipeline
 from kerasdp.errors import UserError
-from kerasdp.pipeline.partition import _Graph, imbalance
+from kerasdp.pipeline import Graph
 
 
 def residual(x, filters, number):
@@ -47,7 +47,7 @@ def assert_cut_is_right(model, stages, inputs):
 def test_every_cut_in_two_and_many_in_four():
     model = small()
     x = keras.ops.convert_to_tensor(np.random.RandomState(0).rand(2, 8, 8, 3).astype("float32"))
-    graph = _Graph(model)
+    graph = Graph(model)
     places = graph.places()
     assert places == list(range(1, len(graph.calls)))
     chosen = np.random.RandomState(0)
@@ -169,7 +169,7 @@ def nested():
 def test_models_within_are_cut_everywhere():
     model = nested()
     x = [keras.ops.convert_to_tensor(np.random.RandomState(number).rand(3, 4).astype("float32")) for number in (0, 1)]
-    graph = _Graph(model)
+    graph = Graph(model)
     names = [call.name for call in graph.calls]
     assert {"begin", "backbone/block2/inner/wide", "backbone/block1/add", "backbone/sum", "end"} <= set(names)
     assert len(set(names)) == len(names) == 13
@@ -203,9 +203,8 @@ def whole_models():
 
 
 def test_models_that_stay_whole():
-    names = [call.name for call in _Graph(whole_models()).calls]
+    names = [call.name for call in Graph(whole_models()).calls]
     assert {"shared", "own", "masked"} <= set(names) and not any("/" in name for name in names)
-    assert [call.name for call in _Graph(nested(), is_opened=False).calls] == ["begin", "backbone", "join", "end"]
 
 
 def test_types_are_converted_at_the_door():
@@ -220,11 +219,3 @@ def test_types_are_converted_at_the_door():
     stages = pipeline.split(model)
     assert any(name.startswith("inner/") for name in stages[0].layers)
     assert_cut_is_right(model, stages, [x])
-
-
-def test_a_hopeless_balance_is_named():
-    inputs = keras.Input((4,))
-    x = layers.Dense(2, name="small")(Own(inputs, layers.Dense(900)(inputs), name="own")(inputs))
-    stages = pipeline.split(keras.Model(inputs, layers.Dense(1, name="end")(x)), cut_at=["small"])
-    assert imbalance(stages).startswith("stage 0 has 100% of the cost, and own in it 71%: the other stages hardly help")
-    assert not imbalance(pipeline.split(nested()))

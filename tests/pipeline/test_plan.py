@@ -8,7 +8,7 @@ from keras import layers
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import slots_of
-from kerasdp.pipeline.plan import make_plan
+from kerasdp.pipeline import make_plan
 from tests.pipeline.models import net
 
 

@@ -276,11 +276,6 @@ def _devices_of(kind: str) -> list[jax.Device]:
     return default if (default := jax.devices())[0].platform == kind else jax.devices(kind)
 
 
-def device_name() -> str:
-    """Returns the name of the first GPU or TPU, as its maker has it."""
-    return jax.devices()[0].device_kind
-
-
 def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
     """Brings to the devices what this process has of an array: its own rows, or, if all have a copy, the whole."""
     if sharding.is_fully_addressable:

@@ -134,12 +134,6 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
     return worker(devices, settings, train)
 
 
-def device_name() -> str:
-    """Returns the name of the first GPU or TPU, as its maker has it."""
-    gpu = tf.config.get_visible_devices("GPU")[0]
-    return tf.config.experimental.get_device_details(gpu)["device_name"]
-
-
 # What TensorFlow (2.21) has no deterministic kernel for on GPUs. It says so in the first step, from within a graph.
 _NOT_DETERMINISTIC = frozenset({
     "AdjustContrast", "AdjustContrastv2", "Bincount", "CropAndResizeGradBoxes", "CropAndResizeGradImage",

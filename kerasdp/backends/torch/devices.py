@@ -339,6 +339,15 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def device_name() -> str:
-    """Returns the name of the first GPU or TPU, as its maker has it."""
-    return torch.cuda.get_device_name()
+def describe() -> dict[str, Any]:
+    """Returns the version, the devices, and the versions of the libraries of GPUs."""
+    count = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    return {
+        "version": torch.__version__,
+        "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "cuDNN": torch.backends.cudnn.version() if gpus else None,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
+    }
