@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from kerasdp.models import build_model as build_model
     from kerasdp.models import load_backbone as load_backbone
     from kerasdp.portability import layers as layers
+    from kerasdp.portability.global_batch import per_sample as per_sample
     from kerasdp.portability.gradients import portable_step as portable_step
     from kerasdp.portability.gradients import value_and_grad as value_and_grad
     from kerasdp.portability.portable import portable as portable
-    from kerasdp.portability.global_batch import per_sample as per_sample
     from kerasdp.portability.replica_context import all_rows as all_rows
     from kerasdp.training.optimizers import make_optimizer as make_optimizer
     from kerasdp.training.runner import Runner as Runner

@@ -25,8 +25,8 @@ from kerasdp.keras_compat.models import (
     outputs_structure,
 )
 from kerasdp.keras_compat.optimizers import inner_optimizer
-from kerasdp.portability.own_steps import refuse_next_values
 from kerasdp.portability.global_batch import shares_of
+from kerasdp.portability.own_steps import refuse_next_values
 from kerasdp.reporting.report import in_columns
 
 

@@ -1,22 +1,27 @@
-"""The command `kerasdp`: runs the recipes, lists and copies them, flagfiles and templates."""
+"""The command `kerasdp`: runs the recipes, lists and copies them, flagfiles and templates; looks at this machine."""
 
 import argparse
 import ast
 import difflib
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import kerasdp
 from kerasdp.cli.flags import PROGRAM
 from kerasdp.cli.main import ending_with_a_line
+from kerasdp.config import BACKENDS
 from kerasdp.errors import UserError
 from kerasdp.reporting.report import drop_stdout
+from kerasdp.runtime.devices import is_installed
 
 # A recipe bisect.py would hide Python's own module from the others.
 _ALSO = {"bisect": "bisection"}
@@ -55,10 +60,12 @@ def _run(words: list[str]) -> None:
         print(f"kerasdp {kerasdp.__version__}")
     elif name == "copy":
         _copy(rest)
+    elif name == "env":
+        _env()
     elif recipe := recipes.get(_ALSO.get(name, name).replace("-", "_")):
         _run_recipe(recipe, rest)
     else:
-        near = difflib.get_close_matches(name, ["list", "copy", *recipes, *_ALSO], n=1)
+        near = difflib.get_close_matches(name, ["list", "copy", "env", *recipes, *_ALSO], n=1)
         instead = f"did you mean kerasdp {near[0]}?" if near else "kerasdp list shows all"
         raise UserError(f"there is no sub-command {name!r}; {instead}")
 
@@ -67,6 +74,7 @@ def help_text() -> str:
     """Returns the usage, and what can be run and copied, a line each."""
     lines = ["usage: kerasdp RECIPE [--flag=value ...]      kerasdp RECIPE --help"]
     lines += ["       kerasdp copy NAME [DESTINATION] [--force]"]
+    lines += ["       kerasdp env      versions, backends, devices, and GPUs that a backend does not see"]
     for folder, (title, _) in FOLDERS.items():
         rows = [(name_of(path), summary_of(path)) for path in files(folder)]
         width = max(len(name) for name, _ in rows)
@@ -181,3 +189,49 @@ def _with_imports(path: pathlib.Path) -> list[pathlib.Path]:
     names = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE) if path.suffix == ".py" else []
     beside = [path.parent / f"{name}.py" for name in names if name != path.stem]
     return [path, *(other for one in beside if one.exists() for other in _with_imports(one))]
+
+
+def _env() -> None:
+    """Shows versions, backends and devices, and GPUs that a backend does not see, with the command that mends it."""
+    print(f"kerasdp {kerasdp.__version__} in {os.path.dirname(kerasdp.__file__)}")
+    print(f"Python {platform.python_version()} ({sys.executable}) on {platform.platform()}")
+    print(f"keras {importlib.metadata.version('keras')}, numpy {importlib.metadata.version('numpy')}")
+    problems = []
+    for name in BACKENDS:
+        if not is_installed(name):
+            print(f"{name}: not installed (pip install 'kerasdp[{name}]')")
+            continue
+        found = _backend_facts(name)
+        if "error" in found:
+            problems.append(f"{name} cannot be imported ({found['error']}): pip install --force-reinstall {name}")
+            continue
+        devices, unseen = found.pop("devices"), found.pop("unseen", "")
+        print(f"{name} {found.pop('version')}: {', '.join(devices) or 'no GPU or TPU; virtual CPU devices'}")
+        print("".join(f"    {what} {value}\n" for what, value in found.items() if value), end="")
+        if unseen and not devices:
+            problems.append(unseen)
+    print("\n".join(f"wrong: {problem}" for problem in problems) or "nothing is wrong")
+    if problems:
+        sys.exit(1)
+
+
+_SECONDS_FOR_A_BACKEND = 120
+
+
+def _backend_facts(name: str) -> dict[str, Any]:
+    """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
+    program = (
+        f"import json, kerasdp.backends.{name}.devices as own; from kerasdp.runtime.hardware import why_unseen; "
+        f"print('FOUND', json.dumps(own.describe() | {{'unseen': why_unseen({name!r})}}))"
+    )
+    words, limit = [sys.executable, "-c", program], _SECONDS_FOR_A_BACKEND
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, env=env, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it has not answered within {limit} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("FOUND "):
+            found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+            return found
+    return {"error": (done.stderr.strip().splitlines() or ["it has ended"])[-1]}

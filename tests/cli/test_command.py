@@ -10,6 +10,7 @@ import zipfile
 import pytest
 
 from kerasdp.cli import command
+from kerasdp.runtime import hardware
 from tests.helpers import BACKENDS, ROOT, environment, make_images, run
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
@@ -131,6 +132,36 @@ def test_nobody_reads_the_output(tmp_path):
             said = done.stderr.read()
         assert done.returncode == 0 and said.endswith(last) and said.count("\n") == bool(last), said
     assert json.loads((tmp_path / "r" / "report.json").read_text())["steps"] == 3
+
+
+def test_env_names_what_is_wrong(monkeypatch, capsys):
+    """A backend that cannot be imported, and a driver with GPUs that nobody sees."""
+    asked = []
+
+    def answer(name):
+        asked.append(name)
+        return (
+            {"error": "ImportError: libcudart"}
+            if name == BACKENDS[0]
+            else {"version": "1", "devices": [], "unseen": f"{name} sees none: why"}
+        )
+
+    monkeypatch.setattr(command, "_backend_facts", answer)
+    assert call("env") == 1
+    text = capsys.readouterr().out
+    assert asked == BACKENDS
+    assert f"wrong: {BACKENDS[0]} cannot be imported (ImportError: libcudart): pip install --force-reinstall" in text
+    for name in BACKENDS[1:]:
+        assert f"wrong: {name} sees none: why" in text
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
+)
+def test_env_asks_the_frameworks(backend):
+    found = command._backend_facts(backend)
+    assert found["version"].split("+")[0] == importlib.metadata.version(backend).split("+")[0]
+    assert found["devices"] == [] or hardware.num_gpus("cuda")
 
 
 @pytest.fixture(scope="module")

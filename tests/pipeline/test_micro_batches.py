@@ -8,7 +8,6 @@ from keras import layers
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.pipeline import MicroBatches, make_plan, with_rows
-from kerasdp.portability.global_batch import shares_of
 from tests.pipeline.models import net
 
 

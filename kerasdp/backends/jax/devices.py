@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import hashlib
+import importlib.metadata
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -294,3 +295,15 @@ def put_each(arrays: list[np.ndarray], shardings: list[NamedSharding]) -> list[T
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(arrays, shardings)
     return [put_rows(rows, sharding) for rows, sharding in zip(arrays, shardings)]
+
+
+def describe() -> dict[str, Any]:
+    """Returns the version, the devices, and the platform that drives them."""
+    found = [device for device in jax.devices() if device.platform != "cpu"]
+    memory = [(device.memory_stats() or {}).get("bytes_limit", 0) / 2**30 for device in found]
+    return {
+        "version": jax.__version__,
+        "devices": [f"{device.device_kind} ({size:.0f} GiB for jax)" for device, size in zip(found, memory)],
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "platform": found[0].client.platform_version.replace("\n", " ") if found else None,
+    }

@@ -167,3 +167,16 @@ def require_deterministic(graph: tf.Graph) -> None:
                     f"--deterministic: {node.op} ({node.name}) has no deterministic implementation on GPUs; {cure}, "
                     "or leave --deterministic out"
                 )
+
+
+def describe() -> dict[str, Any]:
+    """Returns the version, the devices, and the versions of the libraries of GPUs that it was built for."""
+    gpus = tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
+    build = tf.sysconfig.get_build_info()
+    return {
+        "version": tf.__version__,
+        "devices": names,
+        "CUDA": build.get("cuda_version"),
+        "cuDNN": build.get("cudnn_version"),
+    }
