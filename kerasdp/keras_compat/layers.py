@@ -54,14 +54,6 @@ def seed_variables(model: keras.Model) -> list[keras.Variable]:
     return [generator.state for layer in all_layers(model) for generator in layer._seed_generators]
 
 
-def has_weights_of_its_own(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer or model has weights that belong to none of the layers within it.
-
-    Keras 3.15: `Layer._trainable_variables`, `_non_trainable_variables`; the public lists include inner layers'.
-    """
-    return bool(layer._trainable_variables or layer._non_trainable_variables)
-
-
 def is_named(layer: keras.layers.Layer, patterns: Iterable[str]) -> bool:
     """Returns whether a pattern, as 'block*', matches the name or path of a layer."""
     names = (layer.name, layer.path or "")

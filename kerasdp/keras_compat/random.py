@@ -12,7 +12,6 @@ from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.random.seed_generator import draw_seed
 from keras.src.utils.backend_utils import in_tf_graph
 
-from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.patches import in_place_of, original, replaced, replaced_in_each, standing_for, wrap_for_good
 
 
@@ -172,17 +171,6 @@ def seeded(initializer: Any, seed: int) -> contextlib.AbstractContextManager[Non
     draws. Unneeded once an initializer draws its seed through a hook.
     """
     return replaced(initializer, seed=seed)
-
-
-def share_initializers(layer: keras.layers.Layer, twin: keras.layers.Layer) -> None:
-    """Gives a layer that was made from another's config the same initializers, which several layers may share.
-
-    Keras 3.15: `from_config` makes new ones, and layers keep them in attributes of any name. No public way.
-    """
-    for one, other in zip(all_layers(layer), all_layers(twin)):  # one that is not built may have fewer
-        for name, value in vars(one).items():
-            if isinstance(value, keras.initializers.Initializer) and type(value) is type(vars(other).get(name)):
-                setattr(other, name, value)
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -5,22 +5,16 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any, cast
 
 import keras
 
 from kerasdp.config import BATCH_NORMS
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import (
-    all_layers,
-    become,
-    has_seed_generators,
-    has_weights_of_its_own,
-)
+from kerasdp.keras_compat.layers import all_layers, become, has_seed_generators
 from kerasdp.keras_compat.models import has_call
-from kerasdp.keras_compat.random import draw_portably, give_seed_generator, share_initializers
-from kerasdp.portability import initial_weights, layers
+from kerasdp.keras_compat.random import draw_portably, give_seed_generator
+from kerasdp.portability import layers
 from kerasdp.portability.layer_calls import hook_layers
 
 # Keras' classes only: a user-defined subclass may do anything in its `call`.
@@ -35,7 +29,7 @@ _A_DRAW = re.compile(r"\brandom\.(dropout|uniform|normal|truncated_normal|randin
 _NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
 
 
-def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = None) -> keras.Model:
+def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     """Gives batch norm and all random layers of a model the same meaning on every backend and device count.
 
     The layers are changed in place, so it works for any model: functional, Sequential, nested, subclassed. Batch norm
@@ -46,14 +40,12 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
     Args:
         model: a built Keras model.
         batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over each replica's shard.
-        seed: of new initial weights and of random layers, both of which then depend on it alone: for a model that was
-            not built within `runner.scope()`. None: weights stay as they are.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: if the model is not built yet, or `seed` is given and some layer's weights cannot be drawn again.
+        UserError: if the model is not built yet.
     """
     if not isinstance(model, keras.Model):
         raise UserError(f"portable: expected a Keras model. Received: {type(model).__name__}")
@@ -83,8 +75,6 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
                 f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
                 stacklevel=2,
             )
-    if seed is not None:
-        _draw_initial_weights(model, seed)
     return model
 
 
@@ -116,43 +106,3 @@ def _draws_without_seed(kind: Any) -> bool:
     except (OSError, TypeError):  # a class whose text is in no file
         return False
     return any(_A_DRAW.search(text) for text in texts)
-
-
-def _draw_initial_weights(model: keras.Model, seed: int) -> None:
-    """Draws new values for all weights, as if the layers were made within `runner.scope()` in the model's order.
-
-    `Bidirectional` makes copies of the layer it is given, which its config does not: its values are others.
-    """
-    with initial_weights.portable(seed):
-        for layer in _outermost_layers(model):
-            if not layer.variables:
-                continue
-            try:
-                twin = type(layer).from_config(layer.get_config())
-                share_initializers(layer, twin)
-                twin.build_from_config(layer.get_build_config() or {})
-                values = [keras.ops.convert_to_numpy(variable) for variable in twin.variables]
-                for variable, value in zip(layer.variables, values, strict=True):
-                    variable.assign(value)
-            except Exception as error:
-                raise UserError(
-                    f"portable(seed=): layer {layer.name} cannot be rebuilt from its config "
-                    f"({str(error).splitlines()[0]}); build the model within runner.scope() instead"
-                ) from error
-
-
-def _outermost_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yields the layers of a model and of the models within it.
-
-    Raises:
-        UserError: if a model has weights that belong to none of its layers.
-    """
-    if has_weights_of_its_own(model):
-        raise UserError(
-            f"portable(seed=): {model.name} has weights outside of its layers; build it within runner.scope() instead"
-        )
-    for layer in model.layers:
-        if isinstance(layer, keras.Model):
-            yield from _outermost_layers(layer)
-        else:
-            yield layer

@@ -13,7 +13,6 @@ from keras import layers
 
 import kerasdp
 from kerasdp import UserError, portable
-from kerasdp.portability import initial_weights
 from kerasdp.portability.layer_calls import hook_layers
 from tests.helpers import environment
 
@@ -50,37 +49,6 @@ def test_draws_do_not_depend_on_the_backend():
     assert np.abs(keras.ops.convert_to_numpy(again) - keras.ops.convert_to_numpy(received)).max() > 0.1
 
 
-def test_initial_weights_from_a_seed():
-    def weights(seed):
-        return portable(convnet(), seed=seed).get_weights()
-
-    for one, other in zip(weights(1), weights(1), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert not np.array_equal(weights(1)[0], weights(2)[0])
-    model = convnet()
-    kept = model.get_weights()
-    for one, other in zip(kept, portable(model).get_weights(), strict=True):  # no seed: nothing is drawn
-        np.testing.assert_array_equal(one, other)
-
-
-def test_initial_weights_are_those_of_a_scope():
-    def attentive():
-        inputs = keras.Input((4, 6))
-        shared = keras.initializers.HeNormal()
-        advancing = keras.initializers.HeNormal(seed=keras.random.SeedGenerator(3))
-        x = layers.MultiHeadAttention(2, 3, kernel_initializer="he_normal", dropout=0.1)(inputs, inputs)
-        x = layers.EinsumDense("abc,cd->abd", (None, 6), kernel_initializer=shared)(x)
-        x = layers.Dense(6, kernel_initializer=shared)(layers.SpectralNormalization(layers.Dense(6))(x))
-        x = layers.Dense(6, kernel_initializer=advancing)(layers.Dense(6, kernel_initializer=advancing)(x))
-        return keras.Model(inputs, layers.GRU(3, dropout=0.2)(x))
-
-    with initial_weights.portable(4):
-        expected = attentive()
-    received = portable(attentive(), seed=4)
-    for one, other in zip(expected.variables, received.variables, strict=True):
-        np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(value) for value in (one, other)), err_msg=one.path)
-
-
 class Plain(keras.Model):
     def __init__(self):
         super().__init__()
@@ -90,42 +58,16 @@ class Plain(keras.Model):
         return self.drop(self.dense(x), training=training)
 
 
-class WithWeights(Plain):
-    def build(self, shape):
-        self.bias = self.add_weight(shape=(3,))
-        self.dense.build(shape)
-        self.built = True
-
-
-class Configless(layers.Layer):
-    def __init__(self, units, note, **kwargs):  # a note that no config can hold
-        super().__init__(**kwargs)
-        self.units = units
-
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], self.units))
-
-    def call(self, x):
-        return x @ self.kernel
-
-
 def test_subclassed_models():
     model = Plain()
     with pytest.raises(UserError, match="has no weights yet"):
         portable(model)
     model(np.zeros((1, 4), "float32"))
-    portable(model, seed=1)
+    portable(model)
     assert type(model.drop) is kerasdp.layers.Dropout
 
 
-def test_weights_that_cannot_be_drawn_anew_are_refused():
-    model = WithWeights()
-    model.build((None, 4))
-    with pytest.raises(UserError, match="weights outside of its layers"):
-        portable(model, seed=1)
-    model = keras.Sequential([keras.Input((4,)), Configless(3, object(), name="mine")])
-    with pytest.raises(UserError, match=r"layer mine cannot be rebuilt .*runner\.scope"):
-        portable(model, seed=1)
+def test_what_is_no_model_is_refused():
     with pytest.raises(UserError, match="expected a Keras model"):
         portable(layers.Dense(2))
     with pytest.raises(UserError, match="expected one of sync, replica"):

@@ -9,7 +9,6 @@ import pytest
 from kerasdp.keras_compat.layers import (
     all_layers,
     has_seed_generators,
-    has_weights_of_its_own,
     is_of_keras,
     living_variables,
     mask_of,
@@ -93,10 +92,8 @@ def test_calls_of_a_graph_give_what_the_model_gives(model):
     np.testing.assert_allclose(received, expected, rtol=1e-6)
 
 
-def test_layers_and_their_own_weights(model):
+def test_layers_and_their_seeds(model):
     assert all_layers(model) == [model, *model.layers] and all_layers(model, include_self=False) == model.layers
-    assert not has_weights_of_its_own(model)
-    assert [has_weights_of_its_own(layer) for layer in model.layers] == [False, True, False, True]
     assert [has_seed_generators(layer) for layer in model.layers] == [False, False, True, False]
     assert seed_variables(model) == [model.layers[2].seed_generator.state]
 
