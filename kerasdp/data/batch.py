@@ -14,11 +14,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-import keras
 import numpy as np
 
 from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
-from kerasdp.data.sources import ArraySource, in_floatx, num_samples, take_rows
+from kerasdp.data.sources import ArraySource, as_arrays, in_floatx, num_samples, take_rows
 from kerasdp.runtime.run_state import RunState
 
 
@@ -139,7 +138,7 @@ class SampleReader(Reader):
 
     def __init__(self, source: Any, order: Order, split: Split, shard: tuple[int, int], is_kept: bool = False):
         """`shard` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
-        self._kept = DeviceCache(in_floatx(keras.tree.map_structure(np.asarray, source.arrays))) if is_kept else None
+        self._kept = DeviceCache(in_floatx(as_arrays(source.arrays))) if is_kept else None
         self.source, self.order, self.split, self.shard = source, order, split, shard
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads

@@ -52,8 +52,8 @@ class ArraySource:
     name = ""
 
     def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
-        inputs = keras.tree.map_structure(lambda leaf: _SparseRows(leaf) if hasattr(leaf, "tocsr") else leaf, inputs)
-        self._inputs, self._targets, self._sample_weight = as_arrays((inputs, targets, sample_weight))
+        self._inputs = as_arrays(inputs, keeps_sparse=True)
+        self._targets, self._sample_weight = as_arrays((targets, sample_weight))
         self.num_samples = num_samples((self._inputs, self._targets, self._sample_weight))
 
     @property
@@ -80,32 +80,6 @@ class ArraySource:
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
         """See `Source`."""
         return in_floatx((take_rows(self._targets, indices), take_rows(self._sample_weight, indices)))
-
-
-class _SparseRows:
-    """A sparse matrix of SciPy, whose rows are dense arrays when they are taken.
-
-    Attributes:
-        shape: `(samples, columns)`; so are `ndim`, `dtype` and `nbytes` as of a dense array.
-    """
-
-    def __init__(self, matrix: Any):
-        self._matrix, self.shape, self.ndim = matrix.tocsr(), matrix.shape, matrix.ndim
-        self.dtype = np.dtype(keras.config.floatx() if matrix.dtype == np.float64 else matrix.dtype)
-        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: Any) -> Any:
-        """Returns dense rows, shape `(rows, columns)`; of a slice rows that are still sparse."""
-        if isinstance(rows, slice):
-            return _SparseRows(self._matrix[rows])
-        return self._matrix[rows].toarray().astype(self.dtype)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Returns all rows, dense, for what stays on the devices."""
-        return self._matrix.toarray().astype(dtype or self.dtype)
 
 
 class ImageFolder:
@@ -172,12 +146,17 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
     return paths, np.asarray(labels), classes
 
 
-def as_arrays(structure: Any) -> Any:
-    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, the others by batches."""
+def as_arrays(structure: Any, keeps_sparse: bool = False) -> Any:
+    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, the others by batches.
+
+    `keeps_sparse`: matrices of SciPy stay sparse, by rows; else they become arrays.
+    """
 
     def as_array(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, _SparseRows):
+        if leaf is None:
             return leaf
+        if keeps_sparse and hasattr(leaf, "tocsr"):
+            return leaf.tocsr()
         try:
             array = np.asarray(leaf.toarray() if hasattr(leaf, "tocsr") else leaf)
         except ValueError as error:  # lists of different lengths
@@ -226,7 +205,10 @@ def common_length(leaves: dict[str, list[Any]]) -> int:
     Raises:
         UserError: if they do not have equally many, or none.
     """
-    counts = {name: sorted({len(leaf) for leaf in found}) for name, found in leaves.items()}
+    counts = {
+        name: sorted({leaf.shape[0] if hasattr(leaf, "shape") else len(leaf) for leaf in found})
+        for name, found in leaves.items()
+    }
     every = {count for found in counts.values() for count in found}
     if len(every) != 1 or 0 in every or not counts["x"]:
         received = ", ".join(f"{' and '.join(map(str, found))} in {name}" for name, found in counts.items() if found)
@@ -283,8 +265,16 @@ def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarr
 
 
 def take_rows(structure: Any, indices: Any) -> Any:
-    """Returns the rows of all arrays of a structure that NumPy's indices, or a slice, choose."""
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[indices], structure)
+    """Returns the rows of all arrays of a structure that NumPy's indices, or a slice, choose.
+
+    Those that indices choose of a sparse matrix are an array, those of a slice a sparse matrix.
+    """
+
+    def rows_of(leaf: Any) -> Any:
+        rows = None if leaf is None else leaf[indices]
+        return rows.toarray() if hasattr(rows, "toarray") and not isinstance(indices, slice) else rows
+
+    return keras.tree.map_structure(rows_of, structure)
 
 
 def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:

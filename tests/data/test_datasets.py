@@ -196,7 +196,7 @@ def test_rows_of_sparse_matrices_become_dense():
         np.testing.assert_array_equal(rows, dense[[2, 0]].astype("float32"), strict=True)
         np.testing.assert_array_equal(source.targets(np.array([3]))[0], dense[3:, :1])
         (x, _, _), (x_validation, _, _) = split_off(matrix, dense, None, 0.25)
-        np.testing.assert_array_equal(np.asarray(x), dense[:3])
+        np.testing.assert_array_equal(x.toarray(), dense[:3])
         np.testing.assert_array_equal(ArraySource(x_validation).inputs(np.array([0])), dense[3:])
 
 
