@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kerasdp
-from kerasdp.portability.layer_calls import keep
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 ROWS = np.arange(6.0).reshape(3, 2)
@@ -24,7 +23,7 @@ def test_nothing_to_gather():
 @pytest.mark.parametrize("wrong", [ROWS.T, np.concatenate([ROWS, ROWS]), np.float32(1)])
 def test_axis_0_is_not_the_samples(wrong):
     words = "expected a tensor whose axis 0 is the 3 samples of this device"
-    with use(context(adds=keep)), pytest.raises(kerasdp.UserError, match=words):
+    with use(context()), pytest.raises(kerasdp.UserError, match=words):
         kerasdp.all_rows(wrong)
 
 
