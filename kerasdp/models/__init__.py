@@ -6,7 +6,7 @@ Each is called as `f(input_shape=, num_classes=, kernel_initializer=)` and retur
 import inspect
 from typing import Any
 
-from kerasdp.config import Config, spec
+from kerasdp.config import Config, choices
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import made_of_choices
 
@@ -29,9 +29,9 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
 
     from kerasdp.models import classifiers
 
-    name, arguments = spec.parse(config.model, "model")
-    is_own = spec.is_user_function(name)
-    builder = spec.load_user_function(name, "model") if is_own else getattr(classifiers, name)
+    name, arguments = choices.parse(config.model, "model")
+    is_own = choices.is_user_function(name)
+    builder = choices.load_user_function(name, "model") if is_own else getattr(classifiers, name)
     if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
         arguments["kernel_initializer"] = _initializer(text)
     taken = {"input_shape", "num_classes"} & arguments.keys()
@@ -57,7 +57,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
 def _initializer(text: str) -> Any:
     import keras
 
-    name, arguments = spec.parse(text, "model")
+    name, arguments = choices.parse(text, "model")
     # Not the initializer: one that several layers share draws the same values for each.
     identifier = {"class_name": name, "config": arguments} if arguments else name
     try:

@@ -123,7 +123,7 @@ class _Pickler(cloudpickle.Pickler):
                     # cloudpickle (3.1) overlooks the names in bodies of classes, which are loaded otherwise.
                     way[2][1]["__globals__"].update(_globals_known(obj))
             return way
-        if "keras" in sys.modules and isinstance(obj, _kinds_with_variables()):
+        if "keras" in sys.modules:
             _require_no_variables(obj)
         if "numpy" in sys.modules and isinstance(obj, sys.modules["numpy"].memmap):
             place = _place_in_file(obj)
@@ -215,16 +215,13 @@ def _set_keras(settings: dict[str, Any], registered: dict[str, Any]) -> None:
         keras.saving.register_keras_serializable(package, short)(kind)
 
 
-def _kinds_with_variables() -> tuple[type, ...]:
-    keras = sys.modules["keras"]
-    return keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable
-
-
 def _require_no_variables(obj: Any) -> None:
     """Raises `_MadeBeforeError` for a Keras object with variables, else what keeps Keras from making it anew."""
-    if isinstance(obj, sys.modules["keras"].Variable) or obj.variables:
-        raise _MadeBeforeError
-    pickle.loads(pickle.dumps(obj))
+    keras: Any = sys.modules["keras"]
+    if isinstance(obj, (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable)):
+        if isinstance(obj, keras.Variable) or obj.variables:
+            raise _MadeBeforeError
+        pickle.loads(pickle.dumps(obj))
 
 
 class _MadeBeforeError(Exception):
