@@ -124,7 +124,7 @@ def check_choices(record: Any) -> None:
     Raises:
         UserError: if one is not of its type, or out of its range.
     """
-    for name, known in choices_of(type(record)).items():
+    for name, known in choices_of(record.__class__).items():
         value = known.convert(_as_plain(getattr(record, name)))
         object.__setattr__(record, name, value)
         is_right = isinstance(value, (*known.kinds, int) if float in known.kinds else known.kinds)
@@ -138,7 +138,7 @@ def documented(record: type[T]) -> type[T]:
     """Adds to the docstring of a dataclass what its choices mean."""
     head, raises, tail = inspect.cleandoc(record.__doc__ or "").partition("\nRaises:")
     lines = []
-    for name, known in choices_of(record).items():
+    for name, known in choices_of(typing.cast(Any, record)).items():
         unset = f" None: {known.unset}." if known.unset else ""
         text = re.sub(r"--([a-z]\w*)", lambda flag: f"`{FIELDS_OF_FLAGS.get(flag[1], flag[1])}`", known.help + unset)
         text = re.sub(r"'(\S*\*[^']*)'", r"``\1``", text)  # else a docstring's * begins what is emphasised

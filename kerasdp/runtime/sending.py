@@ -472,7 +472,7 @@ class _WithoutModels(pickle.Unpickler):
 
 def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError:
     """Saves the models and histories in a result, and returns what says so, and why it does not arrive."""
-    files = ", ".join(_save(list(_parts_of(result, set())), folder))
+    files = ", ".join(_save(list(_parts_of(result)), folder))
     reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
     return UserError(
         f"train returned a {type(result).__name__}, {words} ({reason:.300}): "
@@ -480,18 +480,14 @@ def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError
     )
 
 
-def _parts_of(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields the models, files of models and histories in a value, each once."""
-    if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FunctionType)):
-        return
-    seen.add(id(value))
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yields the models, files of models and histories in a value: in lists, tuples and dictionaries."""
     keras: Any = sys.modules.get("keras")
     if isinstance(value, io.BytesIO) or (keras and isinstance(value, (keras.Model, keras.callbacks.History))):
         yield value
-    else:
-        known = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        for part in value if isinstance(value, (list, tuple)) else known.values():
-            yield from _parts_of(part, seen)
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _parts_of(part)
 
 
 def _save(parts: list[Any], folder: str) -> list[str]:
