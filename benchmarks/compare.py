@@ -29,8 +29,7 @@ from contenders import PEERS, SHAPES
 from measure import compare
 
 import kerasdp
-from kerasdp.cli.flags import Recipe, read
-from kerasdp.cli.main import ending_with_a_line
+from kerasdp.cli.main import Recipe, ending_with_a_line, read
 from kerasdp.runtime.devices import choose_backend
 
 TAKEN = Recipe(

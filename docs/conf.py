@@ -11,7 +11,7 @@ sys.path.insert(0, str(DOCS.parent))
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Keras, which needs no GPU
 
 import kerasdp  # noqa: E402
-from kerasdp.cli import flags  # noqa: E402
+from kerasdp.cli.main import CHOICES, RECIPES, in_groups  # noqa: E402
 from kerasdp.config.choices import choices_of  # noqa: E402
 from kerasdp.runtime.devices import choose_backend  # noqa: E402
 
@@ -38,7 +38,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 def _flags() -> str:
     """Returns the flags in their groups, as tables; those that few recipes have with these recipes."""
     lines = []
-    for group, choices in flags.in_groups(flags.CHOICES).items():
+    for group, choices in in_groups(CHOICES).items():
         lines += [f"### {group}", "", "| flag | default | meaning |", "|---|---|---|"]
         for choice in choices:
             names = ", ".join(f"`--{flag}`" for flag in reversed(choice.flags))
@@ -47,9 +47,7 @@ def _flags() -> str:
                 default = f"`{default}`"
             if choice.name not in choices_of(kerasdp.Config):
                 recipes = [
-                    name
-                    for name, recipe in flags.RECIPES.items()
-                    if choice.name in [each.name for each in recipe.choices()]
+                    name for name, recipe in RECIPES.items() if choice.name in [each.name for each in recipe.choices()]
                 ]
                 meaning += f" (recipes: {', '.join(recipes)})"
             lines.append(f"| {names} | {_cell(default)} | {_cell(meaning)} |")

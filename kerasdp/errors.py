@@ -19,7 +19,7 @@ _URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(?:[^/\s'\"@:]*:[^\s'\"]*|
 _URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"?]*\?)[^\s'\"]+")
 _HIDDEN = "***"
 # As a shell shows it.
-EXIT_CODE_OF_INTERRUPT = 130
+_EXIT_CODE_OF_INTERRUPT = 130
 _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 
 
@@ -147,14 +147,13 @@ def way_to_resume(workdir: str | None, checkpoint_dir: str | None) -> str:
     return ", ".join(["launch(...", *(f'{name}="{folder}"' for name, folder in given.items()), "resume=True)"])
 
 
-def last_line_of(error: RunError) -> str:
-    """Returns what a program that an error ends says last."""
-    return str(error) if isinstance(error, PreemptedError) else f"error: {error}"
-
-
-def line_of_interrupt(error: KeyboardInterrupt) -> str:
-    """Returns what a program says last that Ctrl-C ends."""
-    return "; ".join(["interrupted", *getattr(error, "__notes__", [])])
+def say_how_it_ends(error: RunError | KeyboardInterrupt) -> int:
+    """Prints what a program says last that an error or Ctrl-C ends; returns its exit code."""
+    line = str(error) if isinstance(error, PreemptedError) else f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        line = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
+    print(line, file=sys.stderr, flush=True)
+    return error.exit_code if isinstance(error, RunError) else _EXIT_CODE_OF_INTERRUPT
 
 
 def end_in_a_line() -> None:
@@ -170,9 +169,7 @@ def end_in_a_line() -> None:
 
     def show(kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
         if isinstance(error, (RunError, KeyboardInterrupt)):
-            line = last_line_of(error) if isinstance(error, RunError) else line_of_interrupt(error)
-            print(line, file=sys.stderr, flush=True)
-            raise SystemExit(error.exit_code if isinstance(error, RunError) else EXIT_CODE_OF_INTERRUPT)
+            raise SystemExit(say_how_it_ends(error))
         former(kind, error, frames)
 
     sys.excepthook = show

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras import layers
 
-from kerasdp.config import Config, spec
+from kerasdp.config import Config, choices
 from kerasdp.data.datasets import one_download_at_a_time
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import made_of_choices
@@ -34,9 +34,9 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     Raises:
         UserError: if the user's function cannot be called so, or returns no Keras model.
     """
-    name, arguments = spec.parse(config.model, "model")
-    is_own = spec.is_user_function(name)
-    builder = spec.load_user_function(name, "model") if is_own else globals()[name]
+    name, arguments = choices.parse(config.model, "model")
+    is_own = choices.is_user_function(name)
+    builder = choices.load_user_function(name, "model") if is_own else globals()[name]
     if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
         arguments["kernel_initializer"] = _initializer(text)
     taken = {"input_shape", "num_classes"} & arguments.keys()
@@ -60,7 +60,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
 
 
 def _initializer(text: str) -> Any:
-    name, arguments = spec.parse(text, "model")
+    name, arguments = choices.parse(text, "model")
     # Not the initializer: one that several layers share draws the same values for each.
     identifier = {"class_name": name, "config": arguments} if arguments else name
     try:

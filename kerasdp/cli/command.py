@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import kerasdp
-from kerasdp.cli.flags import PROGRAM
-from kerasdp.cli.main import ending_with_a_line
+from kerasdp.cli.main import PROGRAM, ending_with_a_line
 from kerasdp.config import BACKENDS
 from kerasdp.errors import UserError
 from kerasdp.reporting.report import drop_stdout

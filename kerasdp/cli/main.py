@@ -1,30 +1,308 @@
-"""Runs a recipe: turns its command line into arguments, runs it, and ends the program."""
+"""Runs a recipe: knows the flags that it takes, makes arguments of its command line, and ends the program."""
 
 import atexit
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kerasdp.cli.flags import RECIPES, Own, read, recipe
+from absl import flags
+
 from kerasdp.config import BACKENDS, Config
-from kerasdp.config.choices import choices_of
-from kerasdp.errors import (
-    EXIT_CODE_OF_INTERRUPT,
-    RunError,
-    UserError,
-    from_command_line,
-    last_line_of,
-    line_of_interrupt,
+from kerasdp.config.choices import (
+    COUNT,
+    FROM_0,
+    POSITIVE,
+    Choice,
+    Range,
+    check_choices,
+    choice,
+    choices_of,
+    is_count,
 )
+from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, say_how_it_ends
 from kerasdp.launch import launch
 from kerasdp.parity.trace import Way
+from kerasdp.reporting.report import drop_stdout
 from kerasdp.runtime.devices import choose_backend, is_installed
+
+# The groups of the flags of a few recipes.
+COMPARISON = "Comparison"
+STUDY = "Study of a pipeline"
+RAY = "Ray"
+SWEEP = "Sweep"
+TRAINED = "Trained model"
+TRANSFER = "Fine-tuning"
+
+_NUMBERS = Range("numbers such as 1,2,4", lambda text: all(is_count(part.strip()) for part in text.split(",")))
+_SIZE = Range("height and width, as 160,160", lambda text: _NUMBERS.holds(text) and text.count(",") == 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own:
+    """The choices that are no choices of a run: each is a flag of a few recipes."""
+
+    # fmt: off
+    backends: str | None = choice(None, COMPARISON, Range("names of backends, comma-separated"),
+        "Instead of --backend, comma-separated.", "all that are installed")
+    device_counts: str = choice("1,2,4", COMPARISON, _NUMBERS,
+        "Instead of --gpus: numbers of devices, comma-separated.")
+
+    split_sizes: str = choice("1,3,5,8,10,12,20,40,60", STUDY, _NUMBERS,
+        "Samples per micro-batch to try, comma-separated.")
+    repetitions: int = choice(10, STUDY, Range("at least 2, for a deviation", lambda number: number >= 2),
+        "Epochs to measure, of each way; one more, which compiles, comes first.")
+
+    workers: int = choice(1, RAY, COUNT, "Workers of the run, each with --gpus devices.")
+    trials: int = choice(20, SWEEP, COUNT, "Runs whose choices Optuna picks, for the lowest validation loss.")
+
+    checkpoint: str | None = choice(None, TRAINED, Range("a file or a folder"),
+        "Model to use: the --workdir of a run, a folder or URL of checkpoints, or one file: .safetensors (a "
+        "checkpoint) or .keras, of any backend.")
+    output: str | None = choice(None, TRAINED,
+        Range("a file that ends in .npy or .csv", lambda path: path.endswith((".npy", ".csv"))),
+        "File for the predictions: .npy or .csv.", "predictions.csv in --workdir")
+    to: str | None = choice(None, TRAINED, Range("a file or a folder", bool),
+        "File to write: NAME.keras, NAME.weights.h5, NAME.onnx, or a folder, for a SavedModel.")
+
+    backbone: str = choice("MobileNetV2", TRANSFER, Range("a model"), "Model of keras.applications.")
+    weights: str = choice("imagenet", TRANSFER, Range("a file"),
+        "Weights to begin with. transfer: imagenet (a download), none, or a .weights.h5 file. finetune: the --workdir "
+        "of a run, a folder of checkpoints, or a file: .safetensors, .keras.")
+    size: str = choice("160,160", TRANSFER, _SIZE,
+        "Height and width to which images of a folder are resized.")
+    head_epochs: int = choice(5, TRANSFER, POSITIVE, "Epochs of the first fit, which trains the new head alone.")
+    fine_tuning_rate: float = choice(1e-5, TRANSFER, POSITIVE, "Learning rate of the second fit (Adam).")
+
+    preset: str | None = choice(None, TRANSFER, Range("a preset of KerasHub"),
+        "Preset of KerasHub, instead of --weights: a name, which is downloaded, or a folder that save_to_preset wrote.",
+        "none")
+    lora_rank: int = choice(0, TRANSFER, FROM_0,
+        "Rank of the adapters (LoRA) that train beside frozen weights; 0: all weights train.")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which flags a recipe takes.
+
+    Args:
+        own: fields of `Own` that are its flags.
+        takes: of a recipe that does not train with `fit`: the fields that are its flags.
+        reason: what is said there of other flags.
+        refused: of a recipe that trains: the fields of `Config` that are no flags, by what to do instead.
+        defaults: fields whose defaults are others than usual.
+    """
+
+    own: Sequence[str] = ()
+    takes: Sequence[str] = ()
+    reason: str = ""
+    refused: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def choices(self) -> list[Choice]:
+        """Returns the choices that are its flags."""
+        known = choices_of(Own) | choices_of(Config)
+        refused = {name for names in self.refused.values() for name in names}
+        names = [*self.own, *(self.takes or (name for name in choices_of(Config) if name not in refused))]
+        return [
+            dataclasses.replace(known[name], default=self.defaults.get(name, known[name].default)) for name in names
+        ]
+
+    def flags(self) -> list[str]:
+        """Returns the names of its flags."""
+        return [flag for choice in self.choices() for flag in choice.flags]
+
+    def reason_against(self, field: str) -> str:
+        """Returns what is said of the flag of a field that it does not take."""
+        for reason, names in self.refused.items():
+            if field in names:
+                return reason
+        owner = next((name for name, recipe in RECIPES.items() if field in (*recipe.own, *recipe.takes)), "train")
+        return self.reason or f"it belongs to recipes/{owner}.py"
+
+
+_FILES = ["tracker", "resume", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
+_DEVICES = ["backend", "num_devices", "device"]
+_DATA = ["dataset", "data_dir", "batch_size"]
+_EVALUATION = [*_DEVICES, *_DATA, "precision", "workdir"]
+_NOT_TRAINED = "a trained model is used here, and nothing is trained"
+
+RECIPES = {
+    "train": Recipe(),
+    "parity": Recipe(
+        own=["backends", "device_counts"],
+        refused={
+            "use --backends and --device_counts": ["backend", "num_devices"],
+            "what is compared differs in backend and number of devices alone": [
+                "strategy", "accumulate", "tracker",
+            ],
+        },
+    ),
+    "bisection": Recipe(
+        own=["backends"],
+        takes=[*_DATA, "model", "optimizer", "learning_rate", "seed", "precision", "max_steps",
+               "device", "workdir"],
+        reason="a few steps are computed on one device, operation by operation, and nothing is trained",
+        defaults={"precision": "float64", "max_steps": 2},
+    ),
+    "pipeline": Recipe(
+        own=["split_sizes", "repetitions"],
+        refused={
+            "a study trains on one device, and as a pipeline": ["strategy", "accumulate"],
+            "use --split_sizes": ["split_size"],
+            "use --repetitions": ["epochs", "max_steps"],
+            "a study keeps nothing of what it trains": _FILES,
+        },
+    ),
+    "sweep": Recipe(
+        own=["trials"],
+        refused={
+            "each run of a sweep has its checkpoints in its own folder": ["checkpoint_dir"],
+        },
+    ),
+    "ray_train": Recipe(
+        own=["workers"],
+    ),
+    "from_scratch": Recipe(
+        takes=[*_DEVICES, *_DATA, "model", "workdir", "epochs", "learning_rate", "seed", "precision"],
+        reason="the lesson trains LeNet with plain SGD, and keeps its losses alone",
+        defaults={"batch_size": 48, "epochs": 8, "learning_rate": 0.05},
+    ),
+    "predict": Recipe(own=["checkpoint", "output"], takes=_EVALUATION, reason=_NOT_TRAINED),
+    "evaluate": Recipe(own=["checkpoint"], takes=_EVALUATION, reason=_NOT_TRAINED),
+    "export": Recipe(
+        own=["checkpoint", "to"], takes=["backend", "device"], reason=_NOT_TRAINED, defaults={"num_devices": 1},
+    ),
+    "transfer": Recipe(
+        own=["backbone", "weights", "size", "head_epochs", "fine_tuning_rate"],
+        refused={
+            "use --backbone": ["model"],
+            "use --head_epochs and --epochs": ["max_steps"],
+        },
+        defaults={"dataset": "images", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 5},
+    ),
+    "finetune": Recipe(
+        own=["preset", "weights", "lora_rank"],
+        refused={
+            "the model has been built": ["model"],
+            "the data come from your function: --dataset=mine.py:data": ["data_dir"],
+        },
+        defaults={"weights": "none", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 2},
+    ),
+}  # fmt: skip
+
+
+def recipe(flags: str = "train", defaults: dict[str, Any] | None = None, unused: Iterable[str] = ()) -> Recipe:
+    """Returns what a recipe takes that calls `kerasdp.main` with these arguments."""
+    known = RECIPES[flags]
+    others = {FIELDS_OF_FLAGS.get(name, name): value for name, value in (defaults or {}).items()}
+    refused = {"this recipe has its own, or none": [FIELDS_OF_FLAGS.get(name, name) for name in unused]}
+    return dataclasses.replace(known, refused={**known.refused, **refused}, defaults=known.defaults | others)
+
+
+# The choices that are flags of any recipe.
+CHOICES = [*(choices_of(Config) | choices_of(Own)).values()]
+PROGRAM = "KERASDP_PROGRAM"  # in the environment: how the user called the recipe, if not by its file
+
+
+def in_groups(choices: Iterable[Choice]) -> dict[str, list[Choice]]:
+    """Returns choices by their groups, in their order."""
+    groups: dict[str, list[Choice]] = {}
+    for one in choices:
+        groups.setdefault(one.group, []).append(one)
+    return groups
+
+
+def help_text(program: str, recipe: Recipe) -> str:
+    """Returns the text of a recipe's `--help`: its flags in their groups."""
+    command = os.environ.get(PROGRAM, f"python {program}")
+    lines = [f"usage: {command} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
+    for group, choices in in_groups(recipe.choices()).items():
+        lines += ["", f"{group}:"]
+        for one in choices:
+            names = ", ".join(f"--{flag}" for flag in reversed(one.flags))
+            default = f" Default: {one.default_text}." if one.default_text else ""
+            text = f"  {names}: {one.help}{default}"
+            lines += textwrap.wrap(text, width=100, subsequent_indent="      ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _define(recipe: Recipe) -> flags.FlagValues:
+    """Returns the flags of a recipe, not read yet. Numbers are texts: the check of the choices says what is none."""
+    values = flags.FlagValues()
+    for one in recipe.choices():
+        *others, name = one.flags
+        define = flags.DEFINE_boolean if bool in one.kinds else flags.DEFINE_string
+        define(name, None, "", flag_values=values)
+        for other in others:
+            flags.DEFINE_alias(other, name, flag_values=values)
+    flags.DEFINE_boolean("help", False, "", flag_values=values, short_name="h")
+    flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "flagfile", "", ""), values)
+    return values
+
+
+def read(arguments: list[str], recipe: Recipe) -> dict[str, Any]:
+    """Returns what a command line says, by field, and the recipe's own defaults.
+
+    Args:
+        arguments: `sys.argv`, the program's name included.
+        recipe: which flags there are.
+
+    Raises:
+        UserError: if a flag is unknown, or none of the recipe's.
+        SystemExit: after `--help`.
+    """
+    values = _define(recipe)
+    try:
+        rest = values(arguments, known_only=False)
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(_unknown(error.flagname, recipe, values)) from error
+    except flags.Error as error:
+        raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
+    if values["help"].value:
+        try:
+            print(help_text(arguments[0], recipe), flush=True)
+        except BrokenPipeError:  # `--help | head`
+            drop_stdout()
+        raise SystemExit(0)
+    if len(rest) > 1:
+        raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
+    given = {one.name: _as_kind(values[one.flags[-1]].value, one.kinds) for one in recipe.choices()}
+    return recipe.defaults | {name: value for name, value in given.items() if value is not None}
+
+
+def _as_kind(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Returns a text as a number, where a choice is one; what is none as it is."""
+    for kind in (int, float):
+        if kind in kinds and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value
+
+
+def _unknown(name: str, recipe: Recipe, known: Iterable[str]) -> str:
+    """Returns what to say of a flag that there is not, or that the recipe does not take."""
+    fields = {flag: one.name for one in CHOICES for flag in one.flags}
+    refused = {flag: recipe.reason_against(field) for flag, field in fields.items() if flag not in recipe.flags()}
+    if name in refused:
+        return f"--{name} has no effect here: {refused[name]}"
+    flags_of_fields = {one.name: one.flags[-1] for one in CHOICES}
+    near = difflib.get_close_matches(name, [*known, *fields, *flags_of_fields], n=1)
+    flag = flags_of_fields.get(near[0], near[0]) if near else ""
+    if flag in refused:
+        return f"there is no flag --{name}, and --{flag} has no effect here: {refused[flag]}; --help lists all flags"
+    return f"there is no flag --{name}{f'; did you mean --{flag}?' if flag else '.'} --help lists all flags"
 
 
 def main(
@@ -74,12 +352,8 @@ def ending_with_a_line() -> Iterator[None]:
     try:
         with from_command_line():
             yield
-    except RunError as error:
-        print(last_line_of(error), file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt as end:
-        print(line_of_interrupt(end), file=sys.stderr, flush=True)
-        sys.exit(EXIT_CODE_OF_INTERRUPT)
+    except (RunError, KeyboardInterrupt) as error:
+        sys.exit(say_how_it_ends(error))
 
 
 def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:

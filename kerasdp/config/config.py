@@ -13,7 +13,6 @@ import os
 import platform
 from typing import Any
 
-from kerasdp.config import spec
 from kerasdp.config.choices import (
     COUNT,
     FOLDER,
@@ -27,7 +26,9 @@ from kerasdp.config.choices import (
     choices_of,
     documented,
     is_count,
+    is_user_function,
     one_of,
+    parse,
 )
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
@@ -335,10 +336,10 @@ def _check_files(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     """Raises if a name with arguments cannot be parsed, or there is nothing of that name."""
-    spec.parse(config.optimizer, "optimizer")
+    parse(config.optimizer, "optimizer")
     for flag, known in (("model", MODELS), ("dataset", DATASETS)):
-        name, _ = spec.parse(getattr(config, flag), flag)
-        if name not in known and not spec.is_user_function(name):
+        name, _ = parse(getattr(config, flag), flag)
+        if name not in known and not is_user_function(name):
             raise UserError(f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
 
 

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import glob
 import os
+import pathlib
 import socket
 import time
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ def prepared_workdir(workdir: str | None, resume: bool = False) -> Iterator[None
             f"--workdir: {workdir!r} holds the checkpoints of an earlier run; resume it (--resume), or choose "
             "another folder"
         )
-    missing = list(_missing_folders(os.path.abspath(workdir)))
+    path = pathlib.Path(workdir).absolute()
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         try:
             os.makedirs(workdir, exist_ok=True)
@@ -112,10 +114,3 @@ def _try_to_lock(path: str) -> TextIO | None:
                 lock.truncate(0)  # of a run that was killed
                 return lock
         lock.close()  # a run that ended meanwhile has removed it
-
-
-def _missing_folders(path: str) -> Iterator[str]:
-    """Yields the path and those above it that do not exist, the deepest first."""
-    while not os.path.lexists(path):
-        yield path
-        path = os.path.dirname(path)

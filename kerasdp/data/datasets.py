@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.config import Config, spec
+from kerasdp.config import Config, choices
 from kerasdp.data.sampling import epoch_order
 from kerasdp.data.sources import ArraySource, ImageFolder, Source, list_images
 from kerasdp.errors import UserError
@@ -56,10 +56,10 @@ def load_data(config: Config) -> Dataset:
 
 
 def _load(config: Config) -> Dataset:
-    name, arguments = spec.parse(config.dataset, "dataset")
-    if spec.is_user_function(name):
+    name, arguments = choices.parse(config.dataset, "dataset")
+    if choices.is_user_function(name):
         _refuse_data_dir(name, config.data_dir)
-        function = spec.load_user_function(name, "dataset")
+        function = choices.load_user_function(name, "dataset")
         return from_arrays(function(**arguments), config.dataset)
     try:
         return DATASETS[name](config.data_dir, **arguments)

@@ -44,14 +44,11 @@ def num_gpus(platform: str) -> int:
 
 def has_tf32() -> bool:
     """Returns whether the first NVIDIA GPU multiplies in TF32: since Ampere, of compute capability 8."""
-    try:
+    device, major = ctypes.c_int(0), ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):  # it is not installed, or a stub
         driver = ctypes.CDLL("libcuda.so.1")
-        device, major = ctypes.c_int(0), ctypes.c_int(0)
-        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-            return False
-        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
-    except (OSError, AttributeError):
-        return False
+        if not (driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)):
+            driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
     return major.value >= 8
 
 
@@ -60,18 +57,18 @@ def is_too_old_for(cuda: str | None) -> bool:
 
     Drivers of one major version run all its minor versions.
     """
-    known = _cuda_of_driver()
-    return known is not None and cuda is not None and 0 < known[0] < int(cuda.partition(".")[0])
+    return cuda is not None and 0 < _cuda_of_driver() < int(cuda.partition(".")[0])
 
 
-def _cuda_of_driver() -> tuple[int, int] | None:
-    """Returns the CUDA that the driver knows, without starting it: a process that has may not be forked any more."""
+def _cuda_of_driver() -> int:
+    """Returns the major version of CUDA that the driver knows; 0: none.
+
+    The driver is not started: a process that has started it may not be forked any more.
+    """
     version = ctypes.c_int(0)
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # it is not installed, or a stub
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):  # it is not installed, or a stub
-        return None
-    return version.value // 1000, version.value % 1000 // 10
+    return version.value // 1000
 
 
 def why_unseen(backend: str) -> str:

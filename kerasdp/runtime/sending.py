@@ -123,7 +123,7 @@ class _Pickler(cloudpickle.Pickler):
                     # cloudpickle (3.1) overlooks the names in bodies of classes, which are loaded otherwise.
                     way[2][1]["__globals__"].update(_globals_known(obj))
             return way
-        if "keras" in sys.modules and isinstance(obj, _kinds_with_variables()):
+        if "keras" in sys.modules:
             _require_no_variables(obj)
         if "numpy" in sys.modules and isinstance(obj, sys.modules["numpy"].memmap):
             place = _place_in_file(obj)
@@ -215,16 +215,13 @@ def _set_keras(settings: dict[str, Any], registered: dict[str, Any]) -> None:
         keras.saving.register_keras_serializable(package, short)(kind)
 
 
-def _kinds_with_variables() -> tuple[type, ...]:
-    keras = sys.modules["keras"]
-    return keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable
-
-
 def _require_no_variables(obj: Any) -> None:
     """Raises `_MadeBeforeError` for a Keras object with variables, else what keeps Keras from making it anew."""
-    if isinstance(obj, sys.modules["keras"].Variable) or obj.variables:
-        raise _MadeBeforeError
-    pickle.loads(pickle.dumps(obj))
+    keras: Any = sys.modules["keras"]
+    if isinstance(obj, (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable)):
+        if isinstance(obj, keras.Variable) or obj.variables:
+            raise _MadeBeforeError
+        pickle.loads(pickle.dumps(obj))
 
 
 class _MadeBeforeError(Exception):
@@ -475,7 +472,7 @@ class _WithoutModels(pickle.Unpickler):
 
 def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError:
     """Saves the models and histories in a result, and returns what says so, and why it does not arrive."""
-    files = ", ".join(_save(list(_parts_of(result, set())), folder))
+    files = ", ".join(_save(list(_parts_of(result)), folder))
     reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
     return UserError(
         f"train returned a {type(result).__name__}, {words} ({reason:.300}): "
@@ -483,18 +480,14 @@ def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError
     )
 
 
-def _parts_of(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields the models, files of models and histories in a value, each once."""
-    if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FunctionType)):
-        return
-    seen.add(id(value))
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yields the models, files of models and histories in a value: in lists, tuples and dictionaries."""
     keras: Any = sys.modules.get("keras")
     if isinstance(value, io.BytesIO) or (keras and isinstance(value, (keras.Model, keras.callbacks.History))):
         yield value
-    else:
-        known = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        for part in value if isinstance(value, (list, tuple)) else known.values():
-            yield from _parts_of(part, seen)
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _parts_of(part)
 
 
 def _save(parts: list[Any], folder: str) -> list[str]:

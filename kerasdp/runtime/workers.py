@@ -1,6 +1,5 @@
 """Runs a function in worker processes of this machine, watches over them, and finds the error that ended them."""
 
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -266,8 +265,13 @@ _server_state: Any = None
 
 
 def _server(preload: list[str]) -> str:
-    """Returns the way to start processes that have these modules: by forking a server, if it would be as here."""
+    """Returns the way to start processes that have these modules: by forking a server, if it would be as here.
+
+    The server ends with the thread that has started it, since it ends with this process: so only the main one has it.
+    """
     global _server_state
+    if threading.current_thread() is not threading.main_thread():
+        return "spawn"
     variables = {name: value for name, value in os.environ.items() if name.startswith(_OF_IMPORTS)}
     outputs = []
     for descriptor in (0, 1, 2):
@@ -278,10 +282,8 @@ def _server(preload: list[str]) -> str:
     if _server_state is None:
         multiprocessing.set_forkserver_preload(["kerasdp.runtime.of_server", *preload])
         multiprocessing.resource_tracker.ensure_running()  # which lets SIGTERM in (Python 3.11 to 3.14)
-        started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        threading.Thread(target=_start_server, args=(started,), daemon=True, name="server of workers").start()
         try:
-            started.result()
+            _ensure_server()
         except OSError:  # the path of its socket, in TMPDIR, is too long (Python 3.11)
             return "spawn"
         _server_state = state
@@ -292,17 +294,6 @@ def _server(preload: list[str]) -> str:
     with contextlib.suppress(OSError):
         _ensure_server()  # one that has crashed is started again
     return "forkserver" if _server_state == state else "spawn"
-
-
-def _start_server(started: concurrent.futures.Future[None]) -> None:
-    """Starts the server, in a thread that stays: what ends with its parent ends with the thread that started it."""
-    try:
-        _ensure_server()
-    except OSError as error:
-        started.set_exception(error)
-        return
-    started.set_result(None)
-    threading.Event().wait()
 
 
 def _ensure_server() -> None:

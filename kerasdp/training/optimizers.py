@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from kerasdp.config import Config, spec
+from kerasdp.config import Config, choices
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import made_of_choices
 
@@ -18,7 +18,7 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
     Raises:
         UserError: if Keras has no such optimizer, or it does not take these arguments.
     """
-    name, arguments = spec.parse(config.optimizer, "optimizer")
+    name, arguments = choices.parse(config.optimizer, "optimizer")
     known = _optimizers()
     if name.lower() not in known:
         raise UserError(f"--optimizer: expected one of {', '.join(known)}. Received: {name!r}")

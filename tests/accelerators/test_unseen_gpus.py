@@ -76,7 +76,7 @@ def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # by NVML, which knows them all the same
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(hardware, "num_gpus", lambda platform: 2)
-    monkeypatch.setattr(hardware, "_cuda_of_driver", lambda: (12, 4))
+    monkeypatch.setattr(hardware, "_cuda_of_driver", lambda: 12)
     with pytest.raises(UnseenGPUsError, match="has 2 GPUs, and torch sees none: .*, or update the driver"):
         make_devices(Config(backend="torch"))
 

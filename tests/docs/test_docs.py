@@ -11,7 +11,7 @@ import pytest
 
 import kerasdp
 from kerasdp.cli import main
-from kerasdp.cli.flags import CHOICES
+from kerasdp.cli.main import CHOICES
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import choose_backend
 from tests.helpers import ROOT

@@ -30,7 +30,7 @@ TEXTS = [
     ("jax.errors", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes.",
      "a device has too little memory (RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes)"),
     ("torch", "RuntimeError", "\x1b[1mput_ does not have a deterministic implementation, but you set 'torch.use_",
-     "deterministic: put_ does not have a deterministic implementation; do without that operation, or leave deter"),
+     "deterministic: put_ does not have a deterministic implementation; do without that operation, or leave "),
     ("jax.errors", "JaxRuntimeError", "INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS: an", "CUDA has failed"),
 ]  # fmt: skip
 

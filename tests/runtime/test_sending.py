@@ -37,15 +37,9 @@ def trained(done):
 
 
 @pytest.mark.proof
-def test_a_script_without_a_guard(backend, tmp_path):
-    done = run(PROGRAMS / "callers.py", backend, 2, tmp_path, backend=backend)
-    trained(done)
-
-
-@pytest.mark.proof
-def test_in_a_process_that_may_be_restarted(backend, tmp_path):
-    done = run(PROGRAMS / "callers.py", backend, 2, tmp_path / "run", 1, backend=backend)
-    trained(done)
+@pytest.mark.parametrize("restarts", [(), (1,)], ids=["", "may be restarted"])
+def test_a_script_without_a_guard(backend, restarts, tmp_path):
+    trained(run(PROGRAMS / "callers.py", backend, 2, tmp_path / "run", *restarts, backend=backend))
 
 
 WAYS = {

@@ -1,41 +1,92 @@
-"""What a run of one machine listens on: loopback alone; and no other user opens its sockets, files and memory."""
+"""What a run of one machine listens on: loopback alone; and no other user opens its sockets and files."""
+
+import contextlib
+import glob
+import ipaddress
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
 
 import pytest
 
-from tests.helpers import BACKENDS
-from tests.hosts import netns
-from tests.security.listeners import listeners, reachable_by_others, shared_memory, table
-from tests.security.runs import Run
+from tests.helpers import PROGRAMS, all_but, session_members, start
 
-pytestmark = pytest.mark.skipif(not netns.hosts_available(), reason=netns.NO_HOSTS)
-# Backend, devices, and whether the programs start as a user starts them.
-CASES = [
-    pytest.param(
-        backend,
-        devices,
-        is_cold,
-        marks=[pytest.mark.proof] * (devices == 1 or is_cold or backend == "tensorflow"),
-        id=f"{backend}-{devices}{'-cold' * is_cold}",
-    )
-    for backend in BACKENDS
-    for devices in (2, 1)
-    for is_cold in (False, True)
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+STATES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # that listen, of linux/tcp_states.h
 
 
-@pytest.mark.parametrize(("backend", "devices", "is_cold"), CASES)
-def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, devices, is_cold):
-    """With processes that read data: two that decode, or a DataLoader's."""
-    settings = {"num_devices": devices, "data": "loader"}
-    with netns.network(1) as hosts, Run(hosts[0], backend, is_cold=is_cold, **settings) as run:
-        num_ranks = devices if backend == "torch" else 1
-        run.wait_for("middle", num_ranks, 120)
-        pids = hosts[0].processes()
-        print(table(f"{backend} on {devices} devices of one machine", pids))
-        assert len(pids) >= num_ranks + 2  # those that read data are among them
-        for each in listeners(pids):
-            assert each.is_loopback, f"other machines reach it: {each}"
-            assert each.kind != "unix" or not reachable_by_others(each.address), f"other users reach it: {each}"
-        for path in [*map(str, run.temporary.rglob("*")), *shared_memory(pids)]:
-            assert not reachable_by_others(path), f"other users open it: {path}"
-        assert len(run.losses()) == 40
+def listeners(pids):
+    """IP addresses, and paths of Unix sockets, at which these processes can be sent something."""
+    own, found = set(), []
+    for path in (path for pid in pids for path in glob.glob(f"/proc/{pid}/fd/*")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            own |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(path)))
+    for kind, state in STATES.items():
+        with contextlib.suppress(FileNotFoundError):  # a machine without IPv6
+            rows = [line.split() for line in pathlib.Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+            found += [address_of(row[1]) for row in rows if row[3] == state and row[9] in own]
+    rows = [line.split(maxsplit=7) for line in pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return found + [row[7] for row in rows if len(row) == 8 and row[6] in own]
+
+
+def address_of(text):
+    """Of /proc/net: words of four bytes, each as the processor has them."""
+    digits = text.partition(":")[0]
+    words = [bytes.fromhex(digits[place : place + 8])[::-1] for place in range(0, len(digits), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def is_reachable(place):
+    """Whether another machine, or a user who is neither owner nor of the group, can send something, or open a file."""
+    if not isinstance(place, str):
+        return not place.is_loopback
+    if place.startswith("@"):
+        return True  # abstract: no folder guards it
+    try:
+        guards = [folder.stat().st_mode & stat.S_IXOTH for folder in pathlib.Path(place).parents]
+        return all(guards) and bool(os.stat(place).st_mode & (stat.S_IWOTH | stat.S_IROTH))
+    except FileNotFoundError:
+        return False  # it was removed once all had connected
+
+
+@pytest.fixture
+def temporary():
+    """A TMPDIR with the rights of /tmp."""
+    folder = tempfile.mkdtemp(prefix="kdp-", dir="/tmp")  # noqa: S108
+    os.chmod(folder, 0o1777)  # noqa: S103
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@all_but("jax", "tensorflow")
+def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, temporary, tmp_path):
+    process = start(PROGRAMS / "fail.py", backend, 2, "wait", tmp_path, backend=backend, TMPDIR=temporary)
+    try:
+        assert any(line.startswith("READY") for line in process.stdout), process.stderr.read()
+        pids = session_members(process.pid)
+        assert len(pids) >= (3 if backend == "torch" else 1)
+        places = [*listeners(pids), *map(str, pathlib.Path(temporary).rglob("*"))]
+        print(f"\n{backend}: {len(pids)} processes, {list(map(str, places))}")
+        assert [place for place in places if is_reachable(place)] == []
+        assert places or backend != "torch"
+    finally:
+        for pid in session_members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_what_others_could_reach_is_found(temporary):
+    path = f"{temporary}/open"
+    with socket.create_server(("0.0.0.0", 0)), socket.socket(socket.AF_UNIX) as unix:  # noqa: S104
+        unix.bind(path)
+        unix.listen()
+        os.chmod(path, 0o777)  # noqa: S103
+        found = listeners([os.getpid()])
+    assert ipaddress.ip_address("0.0.0.0") in found and path in found  # noqa: S104
+    assert is_reachable(path) and is_reachable(ipaddress.ip_address("0.0.0.0"))  # noqa: S104

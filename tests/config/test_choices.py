@@ -2,7 +2,7 @@
 
 import pytest
 
-from kerasdp.config import spec
+from kerasdp.config import choices
 from kerasdp.errors import UserError
 
 
@@ -17,13 +17,13 @@ from kerasdp.errors import UserError
     ],
 )
 def test_names_with_arguments(text, expected):
-    assert spec.parse(text, "flag") == expected
+    assert choices.parse(text, "flag") == expected
 
 
 @pytest.mark.parametrize("text", ["", "(a=1)", "f(1)", "f(a=b)", "f(a=1", "f(a=1)(b=2)", "f(a=__import__('os'))"])
 def test_names_that_are_none(text):
     with pytest.raises(UserError, match="--flag: expected a name"):
-        spec.parse(text, "flag")
+        choices.parse(text, "flag")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_names_that_are_none(text):
 )
 def test_arguments_that_would_be_lost(text, words):
     with pytest.raises(UserError) as caught:
-        spec.parse(text, "flag")
+        choices.parse(text, "flag")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -43,12 +43,12 @@ def test_arguments_that_would_be_lost(text, words):
 def test_the_users_own_functions(tmp_path):
     file = tmp_path / "mine_for_spec.py"
     file.write_text("def build():\n    return 7\n")
-    assert spec.load_user_function(f"{file}:build", "model")() == 7
-    assert spec.load_user_function("os.path:join", "model")("a", "b") == "a/b"
+    assert choices.load_user_function(f"{file}:build", "model")() == 7
+    assert choices.load_user_function("os.path:join", "model")("a", "b") == "a/b"
     for name, words in [
         (f"{file}:other", "has no function 'other'; it has: build"),
         (f"{tmp_path}/none.py:build", "there is no file"),
         ("no.such.module:build", "there is no module"),
     ]:
         with pytest.raises(UserError, match=words):
-            spec.load_user_function(name, "model")
+            choices.load_user_function(name, "model")
