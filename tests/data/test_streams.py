@@ -240,13 +240,6 @@ def test_the_run_seeds_what_has_no_seed():
     assert [first, second] == list(epochs(1)) != list(epochs(2)) and first != second
 
 
-def test_shapes_that_cost_are_named_once():
-    said = []
-    data = [(np.ones((2, length)), np.ones(2)) for length in itertools.chain(range(3, 15), range(3, 15))]
-    list(feed_of(reader_of(iter(data), warn=said.append)))
-    assert len(said) == 1 and "kerasdp.Buckets" in said[0] and "(10,)" in said[0]
-
-
 def test_weights_of_classes():
     feed = Feed(reader_of(iter([(X[:3], np.array([0, 1, 1]))]), class_weight={0: 0.5, 1: 2.0}),
                 lambda batch: batch.sample_weight.tolist())  # fmt: skip
