@@ -168,10 +168,8 @@ class Writer:
 
     def close(self) -> None:
         """Waits, and ends the thread."""
-        running, self._running = self._running, None
         try:
-            if running is not None:
-                running.result()
+            self.wait()
         finally:
             self._pool.shutdown()
 

@@ -1,6 +1,5 @@
 """Batches that come ready-made: each is read once, by one process, and goes to all."""
 
-import itertools
 import random
 
 import numpy as np
