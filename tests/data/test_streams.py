@@ -206,21 +206,6 @@ def test_an_epoch_longer_than_the_data_goes_on_with_the_next_pass_in_training():
     assert len(list(feed_of(reader_of(Again(), steps=7)))) == 5  # in an evaluation samples would count twice
 
 
-def test_evaluations_in_steps_begin_with_the_first_batch():
-    """Each of them, as in Keras; a generator goes on. Resumed after two evaluations, the third is the same."""
-    again = [(X[first : first + 4], Y[first : first + 4]) for first in range(0, 20, 4)]
-    for make, expected in ((lambda: again, [[0, 4]] * 3), (lambda: batches(8), [[0, 4], [8, 12], [16, 20]])):
-        feed, resumed = feed_of(reader_of(make(), steps=2)), feed_of(reader_of(make(), steps=2))
-        feed.reader.first(), resumed.reader.first()
-        assert [firsts(feed) for _ in range(3)] == expected
-        resumed.reader.resume_at(2)
-        assert firsts(resumed) == expected[2]
-    shuffled, resumed = feed_of(reader_of(Again(), steps=2)), feed_of(reader_of(Again(), steps=2))
-    resumed.reader.first()
-    resumed.reader.resume_at(2)
-    assert [firsts(shuffled) for _ in range(3)][2] == firsts(resumed)
-
-
 def test_the_run_seeds_what_has_no_seed():
     class Unseeded:
         def __iter__(self):
