@@ -194,15 +194,12 @@ class Checkpointer:
         self.best = {"name": name, "score": score}
         return True
 
-    def close(self) -> None:
-        """Waits for what is being written."""
-        if self.writer:
-            self.writer.close()
-
-    @property
-    def unwritten(self) -> str | None:
-        """Returns which checkpoint is missing at the end, and why, on rank 0; None if none is."""
-        return self.writer.unwritten if self.writer else None
+    def close(self) -> str | None:
+        """Waits for what is being written; returns which checkpoint is missing, and why, on rank 0, if one is."""
+        if self.writer is None:
+            return None
+        self.writer.close()
+        return self.writer.unwritten
 
     @property
     def last_good(self) -> str | None:

@@ -168,10 +168,8 @@ class Writer:
 
     def close(self) -> None:
         """Waits, and ends the thread."""
-        running, self._running = self._running, None
         try:
-            if running is not None:
-                running.result()
+            self.wait()
         finally:
             self._pool.shutdown()
 
@@ -230,7 +228,7 @@ _FIELDS: dict[str, Any] = {
     "batch": int,
     "stopped": bool,
     "best": (None, {"name": str, "score": float}),
-    "data": (None, {"pass": int, "rows": int}),
+    "data": (None, {"state": None}, {"state": object, "pass": int, "rows": int}),
     "identity": dict,
     "recorder": {
         "last_logs": {str: (float, list)}, "history": [{"epoch": int}], "epoch_seconds": [float],

@@ -216,6 +216,7 @@ def _digest(arrays: Iterable[Any]) -> str:
 _NOT_STATE = ("_model", "params", "validation_data")
 _PLAIN = (bool, int, float, str, type(None))
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, dict, set, frozenset)}
+_HOLDING = (list, tuple, dict, set, frozenset, collections.deque)
 # How deep an attribute that cannot be saved is looked at for changes.
 _DEPTH = 3
 
@@ -315,7 +316,7 @@ def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
 def _described(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
-    if depth and isinstance(value, (*_COLLECTIONS.values(), collections.deque)):
+    if depth and isinstance(value, _HOLDING):
         parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
         return f"{type(value).__name__}({', '.join(_described(part, depth - 1) for part in parts)})"
     return f"{type(value).__name__} at {id(value)}"

@@ -28,8 +28,6 @@ END: Any = object()
 _FIRST = 0
 # So long the others wait when rank 0 could not read: its error has the frames, and the first one that is seen is shown.
 _SECONDS_TO_RAISE = 1.0
-# Shapes of inputs after which the reader says what they cost.
-_MANY_SHAPES = 8
 
 
 class BatchReader(Reader):
@@ -63,7 +61,6 @@ class BatchReader(Reader):
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
         self.hands_out, self._reads = scatter is not None, scatter is None or scatter.rank == 0
         self._known_first: tuple[Any, Any, Any] | None = None
-        self._shapes: set[Any] = set()
 
     def first(self) -> Batch:
         """See `Reader`."""
@@ -129,24 +126,11 @@ class BatchReader(Reader):
 
     def _parts(self, data: tuple[Any, Any, Any], first: int) -> list[Batch]:
         """Cuts a global batch for each process. `first`: index of its first row in the data set."""
-        self._notice_shapes(data[0])
         _, num_shards = self.shard
         if num_shards == 1:
             return [batch_of(data, self.split, (0, 1), first)] * self._num_processes
         shards = range(num_shards) if self._scatter is not None else [self.shard[0]]
         return [batch_of(data, self.split, (rank, num_shards), first) for rank in shards]
-
-    def _notice_shapes(self, inputs: Any) -> None:
-        shape = tuple(leaf.shape[1:] for leaf in keras.tree.flatten(inputs) if leaf is not None)
-        if shape in self._shapes or len(self._shapes) >= _MANY_SHAPES:
-            return
-        self._shapes.add(shape)
-        if len(self._shapes) == _MANY_SHAPES:
-            self.warn(
-                f"the inputs have come in {_MANY_SHAPES} shapes, {shape[0]} the last, and a compiled step is compiled "
-                "anew for each: pad to a few lengths, with keras.utils.pad_sequences or, in batches of similar "
-                "length, kerasdp.Buckets"
-            )
 
 
 class IndexedReader(BatchReader):

@@ -271,7 +271,9 @@ def take_rows(structure: Any, indices: Any) -> Any:
     """
 
     def rows_of(leaf: Any) -> Any:
-        rows = None if leaf is None else leaf[indices]
+        if leaf is None:
+            return None
+        rows = leaf[indices]
         return rows.toarray() if hasattr(rows, "toarray") and not isinstance(indices, slice) else rows
 
     return keras.tree.map_structure(rows_of, structure)
@@ -339,17 +341,14 @@ class RecordSource:
         return _stacked([targets for _, targets, _ in samples]), _stacked([weight for _, _, weight in samples])
 
     def _samples(self, indices: np.ndarray) -> list[Any]:
-        known = getattr(self._last, "samples", {})
-        missing = [index for index in dict.fromkeys(indices.tolist()) if index not in known]
-        samples = {index: known[index] for index in indices.tolist() if index in known}
-        samples |= zip(missing, self._read(missing), strict=True)
-        self._last.samples = samples
+        wanted = list(dict.fromkeys(indices.tolist()))  # padding repeats a row
+        samples = getattr(self._last, "samples", {})
+        if not samples.keys() >= set(wanted):
+            samples = self._last.samples = dict(zip(wanted, self._read(wanted), strict=True))
         return [samples[index] for index in indices.tolist()]
 
     def _read(self, indices: list[int]) -> list[Any]:
         """Returns inputs, targets and sample weight of each of these records."""
-        if not indices:
-            return []
         several = hasattr(self._records, "__getitems__")
         samples = self._records.__getitems__(indices) if several else [self._records[index] for index in indices]
         found = zip(indices, samples, strict=True)

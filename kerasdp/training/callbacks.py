@@ -230,8 +230,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         missing = self.recorder.files.unwritten.items() if self.recorder.files else ()
         texts = [f"{path} ({reason})" for path, reason in missing]
         if self.checkpointer:
-            self.checkpointer.close()
-            texts += filter(None, [self.checkpointer.unwritten])
+            texts += filter(None, [self.checkpointer.close()])
         if texts:
             report.warn(f"could not be written: {'; '.join(texts)}")
 

@@ -45,7 +45,7 @@ def make(tmp_path):
             identity={}, resumed=None,
             read=lambda model, variables, take: list(map(take, variables)) if take else [],
             folder=str(tmp_path / "checkpoints"),
-            data_state=lambda epoch, batch: {"pass": epoch, "rows": batch},
+            data_state=lambda epoch, batch: {"state": None, "rows": batch},
         )  # fmt: skip
         made.append(one)
         return one
@@ -99,7 +99,7 @@ def test_every_epoch(make):
     end_epoch(checkpointer, loss=1.0)
     (path,) = files.paths_in(checkpointer.folder)
     state = files.load(path).state
-    assert (state["step"], state["epoch"], state["batch"], state["data"]) == (5, 1, 0, {"pass": 1, "rows": 0})
+    assert (state["step"], state["epoch"], state["batch"], state["data"]) == (5, 1, 0, {"state": None, "rows": 0})
 
 
 def test_every_minute(make, monkeypatch):

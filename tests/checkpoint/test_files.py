@@ -24,8 +24,12 @@ def some(step=7):
         "metrics/0000 empty": np.zeros((0, 2), "float32"),
     }
     return Checkpoint(
-        arrays=arrays, state={"step": step, "epoch": 1, "best": None, "least": float("inf"), "names": ["a", "ü"]}
-    )
+        arrays=arrays,
+        state={
+            "step": step, "epoch": 1, "best": None, "least": float("inf"), "names": ["a", "ü"],
+            "data": {"pass": -1, "rows": 8, "digest": "a", "state": None},  # of a generator
+        },
+    )  # fmt: skip
 
 
 def assert_equal(expected, received):

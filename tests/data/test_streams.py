@@ -1,6 +1,5 @@
 """Batches that come ready-made: each is read once, by one process, and goes to all."""
 
-import itertools
 import random
 
 import numpy as np
@@ -207,21 +206,6 @@ def test_an_epoch_longer_than_the_data_goes_on_with_the_next_pass_in_training():
     assert len(list(feed_of(reader_of(Again(), steps=7)))) == 5  # in an evaluation samples would count twice
 
 
-def test_evaluations_in_steps_begin_with_the_first_batch():
-    """Each of them, as in Keras; a generator goes on. Resumed after two evaluations, the third is the same."""
-    again = [(X[first : first + 4], Y[first : first + 4]) for first in range(0, 20, 4)]
-    for make, expected in ((lambda: again, [[0, 4]] * 3), (lambda: batches(8), [[0, 4], [8, 12], [16, 20]])):
-        feed, resumed = feed_of(reader_of(make(), steps=2)), feed_of(reader_of(make(), steps=2))
-        feed.reader.first(), resumed.reader.first()
-        assert [firsts(feed) for _ in range(3)] == expected
-        resumed.reader.resume_at(2)
-        assert firsts(resumed) == expected[2]
-    shuffled, resumed = feed_of(reader_of(Again(), steps=2)), feed_of(reader_of(Again(), steps=2))
-    resumed.reader.first()
-    resumed.reader.resume_at(2)
-    assert [firsts(shuffled) for _ in range(3)][2] == firsts(resumed)
-
-
 def test_the_run_seeds_what_has_no_seed():
     class Unseeded:
         def __iter__(self):
@@ -238,13 +222,6 @@ def test_the_run_seeds_what_has_no_seed():
     first, second = epochs(1)
     np.random.rand(7)
     assert [first, second] == list(epochs(1)) != list(epochs(2)) and first != second
-
-
-def test_shapes_that_cost_are_named_once():
-    said = []
-    data = [(np.ones((2, length)), np.ones(2)) for length in itertools.chain(range(3, 15), range(3, 15))]
-    list(feed_of(reader_of(iter(data), warn=said.append)))
-    assert len(said) == 1 and "kerasdp.Buckets" in said[0] and "(10,)" in said[0]
 
 
 def test_weights_of_classes():

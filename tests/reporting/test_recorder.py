@@ -117,21 +117,6 @@ def test_each_line_has_the_speed_of_its_steps(runs_ahead, log_every, calls, resu
     assert {line["images_per_second"] for line in lines(tmp_path)} == {4.0}
 
 
-def test_lines_around_a_checkpoint_have_their_speed(tmp_path, monkeypatch):
-    """It reads all losses, and the time that it takes counts."""
-    device = Device(runs_ahead=False)
-    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: device.now)
-    state, recorder = recorder_for(tmp_path, 1)
-    for step in (1, 2, 3, 4, 5):
-        call(state, recorder, *device.steps(1))
-        if step == 2:
-            recorder.catch_up()
-            device.now += 1
-    recorder.catch_up()
-    recorder.close()
-    assert [line["images_per_second"] for line in lines(tmp_path)] == [4.0, 4.0, pytest.approx(8 / 3), 4.0, 4.0]
-
-
 class OnDevice:
     """A loss that says when it is read."""
 
