@@ -20,7 +20,7 @@ COMPILED = ("tied", "attention")  # of the others compiling takes minutes
 # In the default suite; the others are proofs.
 USUAL = {
     ("jax", "weights", 2): ("tied",),
-    ("torch", "weights", 2): ("tied", "frozen"),
+    ("torch", "weights", 2): ("tied",),
     ("torch", "optimizer", 2): ("tied",),
 }
 

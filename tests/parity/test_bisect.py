@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import pickle
 import re
@@ -26,7 +25,7 @@ from kerasdp.parity.bisect import (
 )
 from kerasdp.parity.divergence import tolerance_for
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
-from tests.programs.planted import CLEAN, FAULTS, MODELS, OF_HUB
+from tests.programs.planted import CLEAN, FAULTS, MODELS
 
 WAYS = tuple(Way(backend=name, num_devices=1, precision="float64") for name in (BACKENDS * 2)[:2])
 EXACT = tolerance_for("float64", "Adam")
@@ -199,18 +198,16 @@ def found_in(pair, models, faults, tmp_path):
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="two backends")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_planted_faults_are_named(pair, tmp_path):
-    """At least 95 of 100, and none in the models without one; with KerasHub, if it is there, also in its models."""
-    models = [*MODELS, *(OF_HUB if importlib.util.find_spec("keras_hub") else ())]
-    faults = [name for name, (model, *_) in FAULTS.items() if model in models]
-    findings = found_in(pair, models, faults, tmp_path)
-    assert not any(findings[name] for name in models), [str(findings[name]) for name in models]
+    """At least 95 of 100, and none in the models without one."""
+    findings = found_in(pair, MODELS, FAULTS, tmp_path)
+    assert not any(findings[name] for name in MODELS), [str(findings[name]) for name in MODELS]
     missed = {
         name: str(findings[name])
-        for name in faults
+        for name in FAULTS
         if (found := findings[name]) is None or not is_named(found, *FAULTS[name])
     }
-    print(f"{len(faults)} faults in {len(models)} models, missed: {json.dumps(missed, indent=1)}")
-    assert len(missed) <= 0.05 * len(faults), missed
+    print(f"{len(FAULTS)} faults in {len(MODELS)} models, missed: {json.dumps(missed, indent=1)}")
+    assert len(missed) <= 0.05 * len(FAULTS), missed
 
 
 @pytest.mark.proof

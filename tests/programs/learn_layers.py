@@ -85,35 +85,6 @@ def float8(runner):
     return [learned(keras.optimizers.SGD(0.02)), learned(accumulating)]
 
 
-def quantized(runner):
-    """Layers whose weights are whole numbers, which do not train, between layers that do."""
-    import keras
-    from keras import layers
-
-    def learned(layer, mode, x):
-        with runner.scope():  # begins to number the layers, whatever was made before
-            inputs = keras.Input(x.shape[1:], dtype=x.dtype)
-            hidden = layer(inputs if x.dtype == "int32" else layers.Dense(8, "tanh", dtype="float64")(inputs))
-            outputs = layers.Dense(4, "tanh", dtype="float64")(hidden)
-            outputs = layers.Dense(3, dtype="float64")(layers.Flatten()(outputs))
-            layer.quantize(mode)
-            model = keras.Model(inputs, outputs)
-            model.compile(keras.optimizers.SGD(0.05), "mse")
-        return runner.fit(model, x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
-
-    random = np.random.RandomState(7)
-    numbers, words, y = random.randn(22, 2, 8), random.randint(0, 20, (22, 6)).astype("int32"), random.randn(22, 3)
-    return {
-        mode: [
-            learned(layers.Dense(4, dtype="float64"), mode, numbers),
-            learned(layers.EinsumDense("abc,cd->abd", (2, 4), dtype="float64"), mode, numbers),
-            learned(layers.Embedding(20, 8, dtype="float64"), mode, words),
-            learned(layers.ReversibleEmbedding(20, 8, dtype="float64"), mode, words),
-        ]
-        for mode in ("int8", "int4")
-    }
-
-
 def random_layers(runner):
     """Dropout of all kinds, and Keras' other random layers: masks bit for bit, and what is learned through them."""
     import keras

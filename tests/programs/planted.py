@@ -78,8 +78,6 @@ CLEAN = [
     "two_views_loss_function", "distillation", "branches_that_share_weights", "transfer_with_frozen_base",
     "variational_autoencoder_add_loss", "unet_denoiser", "diffusion_in_compute_loss",
 ]  # fmt: skip
-# Likewise, of KerasHub, for faults.
-OF_HUB = ["hub Bert", "hub Gemma"]
 
 
 def scaled(original, *args, **kwargs):
@@ -136,16 +134,6 @@ FAULTS = {
         ("text", "ops", "gelu", scaled), ("text", "ops", "gelu", half_stopped), ("text", "numpy", "take", scaled),
         ("text", "nn", "softmax", scaled), ("text", "nn", "softmax", half_stopped),
         ("text", "ops", "einsum", rounded),
-    ]
-} | {
-    f"{model}, {name} {how.__name__}": (model, (module, name, how), expected)
-    for model, module, name, how, expected in [
-        ("hub Bert", "ops", "einsum", scaled, "einsum"), ("hub Bert", "ops", "einsum", half_stopped, "einsum"),
-        ("hub Bert", "ops", "layer_normalization", scaled, "layer_normalization"),
-        ("hub Bert", "nn", "softmax", half_stopped, "softmax"), ("hub Bert", "ops", "gelu", half_stopped, "gelu"),
-        ("hub Bert", "numpy", "take", scaled, "take"), ("hub Gemma", "ops", "einsum", half_stopped, "einsum"),
-        ("hub Gemma", "numpy", "sin", scaled, "sin"), ("hub Gemma", "numpy", "reciprocal", scaled, "reciprocal"),
-        ("hub Gemma", "nn", "softmax", scaled, "softmax"),
     ]
 } | {
     "batch norm's momentum": built("dense", "moving_mean"), "batch norm's epsilon": built("dense", "BatchNorm"),

@@ -147,6 +147,7 @@ def test_nan_stops_the_run(backend, tmp_path):
     order = np.concatenate(list(Order(num_samples=64, batch_size=4).batches(0)))
     step = 1 + order.tolist().index(40) // 4
     assert f"the loss became nan at step {step} (epoch 1) with learning rate 0.03" in line
+    assert not any((tmp_path / "checkpoints").glob("*.safetensors"))  # none holds it
 
 
 def test_wrong_choices_before_any_framework_starts(tmp_path):

@@ -1,8 +1,6 @@
 """Each private name of torch and TensorFlow that the kit uses: a new release says here which of them are gone."""
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 
@@ -92,9 +90,10 @@ def test_static_addresses(private):
 
 
 @pytest.mark.skipif("tensorflow" not in helpers.BACKENDS, reason="needs TensorFlow")
-def test_names_of_tensorflow_and_of_its_optimizers():
+def test_names_of_tensorflow_and_of_its_optimizers(tmp_path):
     """In a process of its own: Keras of this one has another backend."""
-    env = helpers.environment(KERAS_BACKEND="tensorflow", PYTHONPATH=str(helpers.ROOT))
-    done = subprocess.run([sys.executable, "-c", IN_TENSORFLOW], env=env, capture_output=True, text=True, timeout=200)
+    program = tmp_path / "names.py"
+    program.write_text(IN_TENSORFLOW)
+    done = helpers.run(program, backend="tensorflow")
     assert done.returncode == 0, done.stderr[-2000:]
     assert set(done.stdout.split()) >= OVERRIDDEN
