@@ -87,10 +87,10 @@ class TrainedWeights:
 
     def __init__(self, model: Any):
         """Made once for each set of variables: asking the model itself, in each step, would walk through its layers."""
-        from kerasdp.keras_compat.layers import all_layers, trainable_now
+        from kerasdp.keras_compat.layers import all_layers
 
         self._model = model
-        self._trainable_now = trainable_now([*all_layers(model), *model.weights])
+        self._parts = [*all_layers(model), *model.weights]
         self._known: set[tuple[bool, ...]] = set()
 
     def key(self) -> tuple[bool, ...]:
@@ -99,7 +99,7 @@ class TrainedWeights:
         Raises:
             UserError: if the optimizer was not built for some of them.
         """
-        key = self._trainable_now()
+        key = tuple(part.trainable for part in self._parts)
         if key not in self._known:
             require_known_weights(self._model)
             self._known.add(key)

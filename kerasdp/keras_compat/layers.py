@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import functools
 import gc
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -206,28 +205,14 @@ def raw_value(variable: keras.Variable) -> Any:
 
 
 def raw_values(variables: Iterable[keras.Variable]) -> list[Any]:
-    """Returns `raw_value` of each; in one call, since of a small model it is done in each step of a millisecond."""
-    return list(map(_VALUE_OF, variables))
+    """Returns `raw_value` of each."""
+    return [raw_value(variable) for variable in variables]
 
 
 def set_raw_values(variables: Iterable[keras.Variable], values: Iterable[Any]) -> None:
-    """Gives each what it holds, on whatever device: `assign` keeps the device. Likewise in one call."""
+    """Gives each what it holds, on whatever device: `assign` keeps the device."""
     for variable, value in zip(variables, values):
         variable._value = value
-
-
-def trainable_now(parts: Iterable[Any]) -> Callable[[], tuple[bool, ...]]:
-    """Returns what tells of layers and variables whether each is trainable now; likewise in one call.
-
-    Keras 3.15: `_trainable`, which the property `trainable` returns; a class that has its own is asked for that.
-    """
-    known = [getattr(type(part), "trainable", None) in _TRAINABLE for part in parts]
-    plain, others = ([part for part, is_known in zip(parts, known) if is_known is wanted] for wanted in (True, False))
-    return lambda: (*map(_IS_TRAINABLE, plain), *(part.trainable for part in others))
-
-
-_VALUE_OF, _IS_TRAINABLE = operator.attrgetter("_value"), operator.attrgetter("_trainable")
-_TRAINABLE = (keras.layers.Layer.trainable, keras.Variable.trainable)
 
 
 def current_value(variable: keras.Variable) -> Any:

@@ -159,7 +159,7 @@ def updating_parts(
 def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of: Callable[[Any], Any]) -> bool:
     """Returns whether a built optimizer makes of a part of a weight what it makes of that part within the whole.
 
-    Found by trying, on torch and tensorflow, with made numbers and without clipping by norms; nothing changes. Keras
+    Found by trying, on torch, with made numbers and without clipping by norms; nothing changes. Keras
     3.15: `_get_current_learning_rate`, of a fixed rate or a schedule; no public way to give another.
 
     Args:
@@ -178,7 +178,6 @@ def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of
         for axis, size in enumerate(weight.shape)
     )
     rate = ops.convert_to_tensor(0.1, "float32")  # whatever its own is: what it changes must be seen
-    as_elsewhere = updating_values if keras.backend.backend() == "tensorflow" else updating_one_by_one
 
     def updated(part: Callable[[Any], Any]) -> Any:
         held = [(slot, part(ops.convert_to_tensor(slot))) for slot in like_weight[1:]]
@@ -186,7 +185,7 @@ def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of
         with (
             replaced(optimizer, clipnorm=None, global_clipnorm=None, gradient_accumulation_steps=None, use_ema=False),
             replaced(optimizer, _get_current_learning_rate=lambda: rate),
-            as_elsewhere(optimizer),
+            updating_one_by_one(optimizer),
             with_shapes((variable, value.shape) for variable, value in values),
             keras.StatelessScope(values) as scope,
         ):

@@ -2,7 +2,6 @@
 
 import collections
 
-import numpy as np
 import pytest
 
 from tests.helpers import BACKENDS
@@ -10,14 +9,6 @@ from tests.helpers import BACKENDS
 pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="tensorflow is not installed")
 
 PLACE = "/job:localhost/replica:0/task:0/device:GPU:0"
-
-
-@pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
-def has_gpu(request, monkeypatch):
-    import tensorflow as tf
-
-    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["a GPU"] * request.param)
-    return request.param
 
 
 def optimized(dtype, *, layout=True, gather=None):
@@ -63,17 +54,6 @@ def optimized(dtype, *, layout=True, gather=None):
     return collections.Counter(node.op for node in found.node)
 
 
-def test_convolutions_keep_one_layout(has_gpu):
-    import tensorflow as tf
-
-    found = optimized(tf.float32)
-    print(found["Transpose"], "transposes")
-    if has_gpu:
-        assert found["Transpose"] <= 8 and found["FusedBatchNormV3"] == found["FusedBatchNormGradV3"] == 4
-    else:  # where the layout is the one that images have, and the statistics are not the kernel's
-        assert found["FusedBatchNormV3"] == found["SquaredDifference"] == 4
-
-
 @pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
 def test_with_statistics_of_all_rows_images_stay_as_they_are(capability, monkeypatch):
     """Where convolutions take them so, which older GPUs' do not: there each would transpose by itself."""
@@ -91,24 +71,3 @@ def test_with_statistics_of_all_rows_images_stay_as_they_are(capability, monkeyp
     gather = lambda statistics: tf.stack([statistics, statistics])  # noqa: E731
     found = optimized(tf.float32, layout=not given, gather=gather)
     assert found["Transpose"] == (0 if given else 44) and found["Conv2D"] == 4
-
-
-def test_numbers_are_those_of_the_cpu(monkeypatch):
-    """To the round-off of TensorFlow's kernel, which is the CPU's here."""
-    import tensorflow as tf
-
-    from kerasdp.backends.tensorflow.batch_norm import normalize
-
-    random = np.random.RandomState(0)
-    x = tf.constant(random.randn(6, 7, 7, 5).astype("float32") * 3 + 1)
-    scale, offset, upstream = (tf.constant(random.randn(*shape).astype("float32")) for shape in ((5,), (5,), x.shape))
-    found = []
-    for gpus in ([], ["a GPU"]):
-        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind, gpus=gpus: gpus)
-        with tf.GradientTape() as tape:
-            tape.watch([x, scale, offset])
-            outputs, mean, variance = normalize(x, 3, scale, offset, 1e-3)
-            loss = tf.reduce_sum(outputs * upstream)
-        found.append([outputs, mean, variance, *tape.gradient(loss, [x, scale, offset])])
-    for expected, received in zip(*found, strict=True):
-        np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)

@@ -5,16 +5,12 @@ A new Keras says here, in one run, which of them have lost their effect, and whi
 
 import concurrent.futures
 import contextlib
-import functools
 import sys
 import types
-import warnings
 
 import keras
 import numpy as np
 import pytest
-from keras.src.backend.common import global_state
-from keras.src.saving import serialization_lib
 from keras.src.utils import module_utils
 
 from kerasdp.errors import RunError, UserError
@@ -31,9 +27,7 @@ from kerasdp.keras_compat import (
 )
 from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability import layers as portable_layers
 from kerasdp.portability.layer_calls import hook_layers
-from kerasdp.portability.random import portable_draws
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 from tests.programs import keras_patches
 
@@ -315,23 +309,17 @@ def test_layers_that_share_a_name_are_put_into_one_model():
 
 
 @ON_TORCH
-@pytest.mark.parametrize("is_new", [False, True])
-def test_metrics_of_ranks_are_not_added_up(is_new, monkeypatch, tmp_path):
+def test_metrics_of_ranks_are_not_added_up(monkeypatch, tmp_path):
     """As Keras 3.16 does with a process group, also where there is no training: here each rank's is that of all."""
     import torch.distributed
 
     trainer = keras.Model.__mro__[1]
-    if is_new:
-        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: tensor.mul_(2))
-    else:
 
-        def doubled(model):
-            return {name: 2 * value for name, value in super(trainer, model).get_metrics_result().items()}
+    def doubled(model):
+        return {name: 2 * value for name, value in super(trainer, model).get_metrics_result().items()}
 
-        monkeypatch.setattr(trainer, "get_metrics_result", doubled, raising=False)
-        monkeypatch.setattr(trainer, "_initialize_ddp", lambda model: pytest.fail("a wrapper"), raising=False)
-    if is_new and "get_metrics_result" not in vars(trainer):
-        pytest.skip("Keras 3.15 knows no process groups")
+    monkeypatch.setattr(trainer, "get_metrics_result", doubled, raising=False)
+    monkeypatch.setattr(trainer, "_initialize_ddp", lambda model: pytest.fail("a wrapper"), raising=False)
 
     class Own(keras.Sequential):
         def get_metrics_result(self):
@@ -350,8 +338,7 @@ def test_metrics_of_ranks_are_not_added_up(is_new, monkeypatch, tmp_path):
         assert found() == (12, 1)
         with models.metrics_of_ranks_as_they_are():
             assert found() == (6, 1)
-            if hasattr(trainer, "_initialize_ddp"):
-                model.predict(ONES, verbose=0)
+            model.predict(ONES, verbose=0)
         assert found() == (12, 1)
     finally:
         torch.distributed.destroy_process_group()
@@ -490,53 +477,7 @@ def test_loss_scaling_is_decided_on_the_device(monkeypatch):
     assert some and not none
 
 
-# Random numbers and initial weights
-
-
-DRAWS = {
-    "uniform": lambda: keras.random.uniform((3,), seed=1),
-    "normal": lambda: keras.random.normal((3,), seed=1),
-    "truncated_normal": lambda: keras.random.truncated_normal((3,), seed=1),
-    "randint": lambda: keras.random.randint((9,), 0, 100, seed=1),
-    "dropout": lambda: keras.random.dropout(keras.ops.ones(30), 0.5, seed=1),
-}
-
-
-@pytest.mark.parametrize("kind", DRAWS)
-def test_draws_are_wrapped(kind):
-    def draw():
-        return array(DRAWS[kind]()).tolist()
-
-    before = draw()
-    with portable_draws("a test"):
-        within = draw()
-    assert before == draw() != within
-
-
-@pytest.mark.parametrize("kind", ["beta", "binomial", "categorical", "gamma", "shuffle"])
-def test_draws_that_differ_are_wrapped(kind):
-    given = {"beta": ((2,), 1.0, 1.0), "binomial": ((2,), 1.0, 0.5), "categorical": (ONES, 1), "gamma": ((2,), 1.0)}
-    draw = functools.partial(getattr(keras.random, kind), *given.get(kind, (ONES,)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        draw()
-    with portable_draws("a test"), pytest.warns(UserWarning, match=f"a test draws from keras.random.{kind}"):
-        draw()
-
-
 # Files
-
-
-def test_the_kits_layers_are_saved_as_those_of_keras():
-    class Own(keras.layers.Dropout):
-        pass
-
-    def saved(kind):
-        found = keras.saving.serialize_keras_object(kind(0.5))
-        return found["module"], found["class_name"]
-
-    assert saved(portable_layers.Dropout) == saved(keras.layers.Dropout) == ("keras.layers", "Dropout")
-    assert saved(Own)[0] == __name__
 
 
 @ON_TORCH
@@ -578,30 +519,6 @@ def test_classes_of_a_model_are_found_again():
         keras.saving.deserialize_keras_object(config)
     with keras.saving.custom_object_scope(classes):
         assert classes == {"Own": Own} and type(keras.saving.deserialize_keras_object(config).layers[0]) is Own
-
-
-def test_models_are_compiled_anew_where_they_are_loaded():
-    model = dense()
-
-    def saved():
-        return keras.saving.serialize_keras_object(model)["compile_config"]["jit_compile"]
-
-    assert saved() in (True, False)
-    with saving.compiled_as_any_backend_does(model):
-        assert saved() == "auto"
-    assert saved() in (True, False)
-
-
-def test_nothing_of_a_file_is_code_whatever_the_script_allows():
-    text = keras.Sequential([keras.Input((3,)), keras.layers.Lambda(lambda x: 2 * x)]).to_json()
-    kept = serialization_lib.in_safe_mode()
-    keras.config.enable_unsafe_deserialization()
-    try:
-        assert array(keras.models.model_from_json(text)(ONES))[0, 0] == 2
-        with saving.safe_deserialization(), pytest.raises(ValueError, match="unsafe|arbitrary code"):
-            keras.models.model_from_json(text)
-    finally:
-        global_state.set_global_attribute("safe_mode_saving", kept)
 
 
 # Settings of the process
@@ -660,13 +577,3 @@ def test_tensorflow_is_not_imported_beside_another_backend(monkeypatch):
     assert not asked
     keras.utils.set_random_seed(1)
     assert asked
-
-
-def test_a_monitor_decides_before_its_first_epoch():
-    callback = keras.callbacks.EarlyStopping(monitor="loss", min_delta=0.5)
-    callback.set_model(dense())
-    assert callback.monitor_op is None
-    models.set_monitor_direction(callback)
-    assert callback.monitor_op is not None and callback.min_delta == -0.5
-    models.set_monitor_direction(callback)
-    assert callback.min_delta == -0.5  # Keras turns the sign each time

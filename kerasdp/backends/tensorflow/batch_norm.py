@@ -26,21 +26,17 @@ def normalize(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Normalizes `x`, as `kerasdp.backends.torch.batch_norm.normalize`.
 
-    Not by TensorFlow's own kernel but on GPUs: on the CPU (2.21) its outputs, mean, variance and gradients of 61 images
-    of 28x28 are wrong by 3e-6 to 8e-6; here by 1e-7 to 6e-7.
+    Not by TensorFlow's own kernel: on the CPU (2.21) its outputs, mean, variance and gradients of 61 images of 28x28
+    are wrong by 3e-6 to 8e-6; here by 1e-7 to 6e-7.
     """
     is_alone = gather is None and num_rows is None
-    if is_alone and xla.has_gpus() and _has_kernel(x, axis):
-        return _by_kernel(x, scale, offset, epsilon)
     wide = x if x.dtype in (tf.float32, tf.float64) else tf.cast(x, tf.float32)
     channels = x.shape[axis]
     scale = tf.ones(channels, wide.dtype) if scale is None else tf.cast(scale, wide.dtype)
     offset = tf.zeros(channels, wide.dtype) if offset is None else tf.cast(offset, wide.dtype)
     # Gradients flow through the custom gradient only; gradients of gradients also through the statistics it uses.
-    if gather is None:
-        count, mean, variance, inverse = _alone(wide, axis, num_rows, epsilon)
-    else:
-        count, mean, variance, inverse = _together(gather(_own(wide, axis, num_rows)), epsilon)
+    own = _own(wide, axis, num_rows)
+    count, mean, variance, inverse = _together(own[None] if gather is None else gather(own), epsilon)
 
     @tf.custom_gradient
     def standardize(wide: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -65,26 +61,8 @@ def normalize(
 
 
 def _has_kernel(x: tf.Tensor, axis: int) -> bool:
-    """Returns whether TensorFlow has operations that normalize these."""
-    return len(x.shape) == 4 and axis == 3 and x.dtype != tf.float64
-
-
-def _by_kernel(
-    x: tf.Tensor, scale: tf.Tensor | None, offset: tf.Tensor | None, epsilon: float
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Normalizes images by one operation, which Grappler knows.
-
-    Around operations that XLA compiles, it leaves each float32 convolution its own layout: of four of them with their
-    gradients, 44 transposes a step instead of 4 (TensorFlow 2.21, graphs optimized for an H100).
-    """
-    channels = x.shape[-1]
-    scale = tf.ones(channels) if scale is None else tf.cast(scale, tf.float32)
-    offset = tf.zeros(channels) if offset is None else tf.cast(offset, tf.float32)
-    outputs, mean, unbiased, *_ = tf.raw_ops.FusedBatchNormV3(
-        x=x, scale=scale, offset=offset, mean=tf.zeros(0), variance=tf.zeros(0), epsilon=epsilon
-    )
-    count = tf.cast(tf.reduce_prod(tf.shape(x)[:3]), tf.float32)
-    return outputs, tf.stop_gradient(mean), tf.stop_gradient(unbiased * (count - 1) / count)
+    """Returns whether TensorFlow has operations that normalize these; on GPUs they would take other statistics."""
+    return len(x.shape) == 4 and axis == 3 and x.dtype != tf.float64 and not xla.has_gpus()
 
 
 # Values of channels have shape `(channels,)`.
@@ -115,30 +93,14 @@ def _along(axis: int, x: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
     return [tf.reshape(value, shape) for value in values]
 
 
-def _statistics(x: tf.Tensor, axis: int, num_rows: int | None) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns count, mean and squared deviations of each channel."""
+@compiled_on_gpus
+def _own(x: tf.Tensor, axis: int, num_rows: int | None) -> tf.Tensor:
+    """Returns count, mean and squared deviations of each channel, `(3, channels)`."""
     real = x if num_rows is None else x[:num_rows]
     size = real.shape.num_elements() or tf.size(real)
     count = tf.cast(size / x.shape[axis], x.dtype)
     mean = _total(real, axis) / tf.maximum(count, 1.0)
-    return count, mean, _total(tf.math.squared_difference(real, _along(axis, x, mean)[0]), axis)
-
-
-def _finished(count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
-    """Returns count, mean, variance and 1 / deviation."""
-    variance = squares / count
-    return count, mean, variance, tf.math.rsqrt(variance + epsilon)
-
-
-@compiled_on_gpus
-def _alone(x: tf.Tensor, axis: int, num_rows: int | None, epsilon: float) -> tuple[tf.Tensor, ...]:
-    return _finished(*_statistics(x, axis, num_rows), epsilon)
-
-
-@compiled_on_gpus
-def _own(x: tf.Tensor, axis: int, num_rows: int | None) -> tf.Tensor:
-    """Returns count, mean and squared deviations of each channel, `(3, channels)`."""
-    count, mean, squares = _statistics(x, axis, num_rows)
+    squares = _total(tf.math.squared_difference(real, _along(axis, x, mean)[0]), axis)
     return tf.stack([tf.fill(tf.shape(mean), count), mean, squares])
 
 
@@ -149,13 +111,14 @@ def _together(statistics: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
     # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
     count = tf.reduce_sum(counts, 0)
     mean = tf.reduce_sum(counts * means, 0) / count
-    return _finished(count, mean, tf.reduce_sum(squares + counts * tf.square(means - mean), 0), epsilon)
+    variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / count
+    return count, mean, variance, tf.math.rsqrt(variance + epsilon)
 
 
 @compiled_on_gpus
 def _moved(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor, axis: int) -> tf.Tensor:
     """Returns `(x - mean) * factor + offset`."""
-    if not _has_kernel(x, axis) or xla.has_gpus():
+    if not _has_kernel(x, axis):
         mean, factor, offset = _along(axis, x, mean, factor, offset)
         return (x - mean) * factor + offset
 

@@ -26,7 +26,7 @@ def make_devices(config: Config, cluster: None = None) -> Devices:
         tf.config.experimental.enable_tensor_float_32_execution(config.may_use_tf32)
         if config.deterministic:  # on CPUs runs are bit-equal without it
             make_deterministic()
-        if devices.count > 1 and config.batch_norm != "replica" and config.may_use_tf32:
+        if devices.count > 1 and config.may_use_tf32:
             _leave_channels_last(gpus)
     elif devices.count > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
