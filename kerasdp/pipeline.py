@@ -452,8 +452,6 @@ def make_plan(model: keras.Model, config: Config, num_devices: int) -> Plan:
     _check(model)
     refuse_next_values(model, "a pipeline", "use --strategy=data")
     num_stages, num_pipelines = config.stages_on(num_devices), config.num_pipelines(num_devices)
-    size = config.micro_batch_size(num_stages, num_pipelines)
-    _check_sizes(config, num_pipelines)
     inner = inner_optimizer(getattr(model, "optimizer", None))
     if inner and inner.global_clipnorm and inner.gradient_accumulation_steps:
         raise UserError(
@@ -464,12 +462,8 @@ def make_plan(model: keras.Model, config: Config, num_devices: int) -> Plan:
     stages = split(model, num_stages, cut_at=cut_at)
     if any(has_mask(tensor) for tensor in stages[-1].model.outputs):
         raise UserError(f"a pipeline: the outputs of {model.name} carry a mask, which its micro-batches would lose")
-    return Plan(
-        model=functional(model),
-        stages=stages,
-        size=size * num_pipelines,
-        num_pipelines=num_pipelines,
-    )
+    plan = Plan(model=functional(model), stages=stages, size=0, num_pipelines=num_pipelines)
+    return with_rows(plan, config, config.batch_size)
 
 
 def with_rows(plan: Plan, config: Config, num_rows: int) -> Plan:
@@ -480,16 +474,11 @@ def with_rows(plan: Plan, config: Config, num_rows: int) -> Plan:
     """
     config = dataclasses.replace(config, num_devices=None, batch_size=num_rows)
     config.check_replicas(plan.num_pipelines)
-    size = config.micro_batch_size(len(plan.stages), plan.num_pipelines)
-    _check_sizes(config, plan.num_pipelines)
-    return dataclasses.replace(plan, size=size * plan.num_pipelines)
-
-
-def _check_sizes(config: Config, num_pipelines: int) -> None:
-    """Raises `UserError` if the batch cannot be cut as asked."""
-    rows = config.replica_batch_size(num_pipelines)
+    rows = config.replica_batch_size(plan.num_pipelines)
     if config.split_size is not None and config.split_size > rows:
         raise UserError(f"--split_size: expected at most {rows}, a pipeline's samples. Received: {config.split_size}")
+    size = config.micro_batch_size(len(plan.stages), plan.num_pipelines)
+    return dataclasses.replace(plan, size=size * plan.num_pipelines)
 
 
 def _check(model: keras.Model) -> None:

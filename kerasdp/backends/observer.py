@@ -17,30 +17,25 @@ from kerasdp.runtime.run_state import Detail
 
 
 class Observer:
-    """Says before each training step how much it is to record, and keeps what it recorded.
+    """Says how much training steps are to record, and keeps what they recorded.
 
     Attributes:
+        detail: how much.
         losses: of each step, over the global batch; scalar tensors.
         gradient_norms: of each step, over all trainable weights; scalar tensors.
         samples: the places in the data set of the rows of each step, integer tensors of shape `(rows,)`.
-        gradients: of the detailed step, for each trainable weight: an array, or None if the loss does not depend on it.
-        outputs: of the detailed step: the inputs, then what each layer gave for the global batch, in the order of
-            the calls.
+        gradients: in detail, of the last step, for each trainable weight: an array, or None if the loss does not depend
+            on it.
+        outputs: likewise: the inputs, then what each layer gave for the global batch, in the order of the calls.
     """
 
-    def __init__(self, detailed_step: int | None = None):
-        """`detailed_step`: the step, counted from 0, that records everything."""
-        self.detailed_step = detailed_step
+    def __init__(self, detail: Detail = Detail.SUMMARY):
+        self.detail = detail
         self.losses: list[Any] = []
         self.gradient_norms: list[Any] = []
         self.samples: list[Any] = []
         self.gradients: list[Any] = []
         self.outputs: dict[str, Any] = {}
-
-    @property
-    def detail(self) -> Detail:
-        """Returns how much the next step is to record."""
-        return Detail.EVERYTHING if len(self.losses) == self.detailed_step else Detail.SUMMARY
 
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
         """Takes the loss of a step, its rows, and what `observed` recorded (nothing of a user-defined train_step)."""

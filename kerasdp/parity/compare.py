@@ -184,14 +184,14 @@ class Reference:
 
     def __init__(self, job: Job, way: Way):
         self.job, self.way = job, way
-        self._traces: dict[int | None, Trace] = {}
+        self._traces: dict[bool, Trace] = {}
         self._in_float64: Reference | None = None
 
-    def trace(self, detailed_step: int | None = None) -> Trace:
-        """Returns the trace of all steps; or of those up to the detailed one."""
-        if detailed_step not in self._traces:
-            self._traces[detailed_step] = trace(_until(self.job, detailed_step), self.way, detailed_step)
-        return self._traces[detailed_step]
+    def trace(self, *, is_detailed: bool = False) -> Trace:
+        """Returns the trace of all steps; or that of the first step, in detail."""
+        if is_detailed not in self._traces:
+            self._traces[is_detailed] = trace(self.job, self.way, is_detailed=is_detailed)
+        return self._traces[is_detailed]
 
     def in_float64(self) -> "Reference":
         """Returns the reference of the same way in float64."""
@@ -214,8 +214,12 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
         received = trace(reference.job, way)
         divergence, round_off = first_divergence(expected, received, tolerance), None
         if divergence is not None and divergence.what in ("loss", "gradient", "metrics", "final weights"):
-            step = len(expected.losses) - 1 if divergence.step is None else divergence.step
-            layer, is_certain = _find_layer(way, reference, step, tolerance)
+            first = trace(reference.job, way, is_detailed=True)
+            layer, is_certain = locate(reference.trace(is_detailed=True), first, tolerance)
+            if not layer:
+                layer = "in step 0 no output and no gradient stands out: an update differs, or round-off has grown"
+            elif divergence.step != 0:
+                layer = f"in step 0 already {layer}"
             divergence = dataclasses.replace(divergence, layer=layer)
             # In the first step a ReLU near zero does not move the norm of all gradients beyond the tolerance.
             is_certain |= divergence.what == "gradient" and divergence.step == 0
@@ -235,22 +239,6 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
     )
 
 
-def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance) -> tuple[str, bool]:
-    """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients diverge.
-
-    Returns:
-        What differs; and whether that cannot be round-off: it is far apart in the forward pass of the first step.
-    """
-    for detailed in dict.fromkeys((0, step)):
-        received = trace(_until(reference.job, detailed), way, detailed)
-        found, is_certain = locate(detailed, reference.trace(detailed), received, tolerance)
-        if found and detailed == 0:
-            return (found if step == 0 else f"in step 0 already {found}"), is_certain
-        if found:
-            return f"{found}; step 0 agrees: an update differs, or round-off has grown", False
-    return "in that step no layer's output and no gradient stands out", False
-
-
 def _difference_in_float64(way: Way, reference: Reference) -> float | None:
     """Returns the largest difference of a loss in float64; None if the two diverge there, too."""
     exact = reference.in_float64()
@@ -258,7 +246,3 @@ def _difference_in_float64(way: Way, reference: Reference) -> float | None:
     if first_divergence(exact.trace(), received, exact.tolerance()) is not None:
         return None
     return max(difference(*pair) for pair in zip(exact.trace().losses, received.losses))
-
-
-def _until(job: Job, step: int | None) -> Job:
-    return job if step is None else dataclasses.replace(job, steps=step + 1)

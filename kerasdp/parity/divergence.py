@@ -194,11 +194,10 @@ def _of_weights(what: str, where: str, value: np.ndarray, other: np.ndarray, apa
     return Divergence(what, _brief(value), _brief(other), where=where, difference=apart)
 
 
-def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:
-    """Finds the layer or weight of a step where two trainings differ first.
+def locate(expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:
+    """Finds the layer or weight where two trainings differ first in their first step, which is detailed.
 
     Args:
-        step: the detailed step of both.
         expected: of the reference.
         received: of the other.
         tolerance: of outputs and gradients.
@@ -210,21 +209,21 @@ def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) ->
     largest = ("no layer", 0.0)
     for name, output in expected.outputs.items():
         apart = difference(output, received.outputs.get(name, np.empty(0)))
-        if apart > tolerance.of_outputs(step):
+        if apart > tolerance.of_outputs(0):
             before = f"before it: at most {largest[1]:.1e}, in {largest[0]}" if largest[1] else "equal before it"
-            is_large = apart > _BEYOND_ROUND_OFF * tolerance.of_outputs(step)
+            is_large = apart > _BEYOND_ROUND_OFF * tolerance.of_outputs(0)
             return f"the output of {name} differs first, by {apart:.1e} ({before})", is_large
         largest = max(largest, (name, apart), key=lambda pair: pair[1])
     agreed = f"the outputs of all layers agree (at most {largest[1]:.1e} apart)"
-    apart = difference(expected.losses[step], received.losses[step])
-    if apart > tolerance.after(step):
+    apart = difference(expected.losses[0], received.losses[0])
+    if apart > tolerance.after(0):
         return (
             f"{agreed}, but not the loss that is made of them: its weights, or its mean over samples or replicas",
-            apart > _BEYOND_ROUND_OFF * tolerance.after(step),
+            apart > _BEYOND_ROUND_OFF * tolerance.after(0),
         )
     # A gradient that is nothing but round-off, as that of a bias before a batch norm, proves nothing.
     scale = max((np.abs(gradient).max() for gradient in expected.gradients.values() if gradient.size), default=1.0)
-    allowed = tolerance.of_gradients(step)
+    allowed = tolerance.of_gradients(0)
     for name, gradient in reversed(expected.gradients.items()):
         other = received.gradients.get(name, np.empty(0))
         apart = difference(gradient, other)

@@ -73,8 +73,8 @@ class Trace:
         samples: indices in the data set of the rows of each step.
         metrics: loss and metrics over all steps, and (`evaluate_*`) after the last, over at most as many batches.
         optimizer: the name of its class.
-        outputs: of the detailed step: what each layer gave.
-        gradients: of the detailed step: of each trainable weight, by path.
+        outputs: in detail, of one step: what each layer gave.
+        gradients: likewise: of each trainable weight, by path.
         seconds: from the start of the process to its end.
     """
 
@@ -90,20 +90,21 @@ class Trace:
     seconds: float = 0.0
 
 
-def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
+def trace(job: Job, way: Way, *, is_detailed: bool = False) -> Trace:
     """Trains in a new process.
 
     Args:
         job: what to train.
         way: backend, devices, precision.
-        detailed_step: the step, counted from 0, whose layers and gradients are kept whole.
+        is_detailed: whether one step is trained, whose layers and gradients are kept whole.
 
     Raises:
         UserError: if the model cannot be sent to a process, or cannot be trained so.
         RunError: if the training failed.
     """
     start = time.perf_counter()
-    result: Trace = call_in(job, way, _train, detailed_step)
+    job = dataclasses.replace(job, steps=1) if is_detailed else job
+    result: Trace = call_in(job, way, _train, is_detailed)
     result.seconds = time.perf_counter() - start
     return result
 
@@ -131,11 +132,12 @@ def _launch(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
     return launch(lambda runner: function(runner, job, *args), settings)
 
 
-def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
+def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
     """Runs in every worker of one way."""
     import keras
 
     from kerasdp.backends.observer import Observer
+    from kerasdp.runtime.run_state import Detail
 
     data = job.data() if callable(job.data) else job.data
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -145,7 +147,7 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
         raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
     initial: dict[str, np.ndarray] = {}
     begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(values_of(model.variables)))
-    observer = Observer(detailed_step)
+    observer = Observer(Detail.EVERYTHING if is_detailed else Detail.SUMMARY)
     runner.state.observe(observer)
     history = runner.fit(
         model,

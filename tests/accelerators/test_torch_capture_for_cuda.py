@@ -54,13 +54,6 @@ def assert_on_device(found):
         assert {name: found[step][name] for name in NOTHING} == NOTHING, step
 
 
-def assert_sent(batches, num_bytes):
-    """In a step of training, evaluation and prediction: so many arrays, nobody waits, and no more bytes than that."""
-    assert len(batches) == 9
-    for place, (num_arrays, most) in zip((2, 5, 8), num_bytes, strict=True):
-        assert batches[place] == {"read": 0, "sent": num_arrays, "waited for": 0, "bytes": most}
-
-
 @pytest.fixture(scope="module")
 def quick():
     """What a few cases give, by name, and the warnings: one process, whose start takes most of the time."""
@@ -106,16 +99,6 @@ if __name__ == "__main__":
 def test_a_run_on_the_cpu_after_one_on_a_gpu():
     """Keras asks for its device once: the second run gets a process of its own."""
     assert result_of(run("-c", BOTH)) == [["gpu", "cuda:0"], ["cpu", "cpu"]]
-
-
-@pytest.mark.proof
-def test_batches_are_sent_without_a_wait(quick):
-    """Of data that stay on the device, the numbers of the rows."""
-    found, _ = quick
-    image, label, number = 28 * 28, 8, 4
-    sent = [(2, 8 * (number + label)), (2, 8 * (image + label)), (1, 8 * image)]
-    assert_sent(found["convnet"]["batches"], sent)
-    assert_sent(found["half"]["batches"], sent)
 
 
 @pytest.mark.proof

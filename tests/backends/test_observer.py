@@ -84,18 +84,11 @@ def test_gradients_and_their_norm():
     assert everything["gradients"] is gradients and everything["outputs"] is outputs
 
 
-def test_one_step_of_an_observer_is_detailed():
-    observer = Observer(detailed_step=1)
-    details = []
-    for number in range(3):
-        details.append(observer.detail)
-        seen = {"gradient_norm": 0.5}
-        if observer.detail == Detail.EVERYTHING:
-            outputs = {"00001 dense": ops.ones((2,), "bfloat16"), "00000 inputs": ops.zeros((2,))}
-            seen |= {"gradients": [None, ops.ones((1,))], "outputs": outputs}
-        observer.on_step(0.1 * number, [number], seen)
-    assert details == [Detail.SUMMARY, Detail.EVERYTHING, Detail.SUMMARY]
+def test_an_observer_keeps_what_it_is_told_of():
+    observer = Observer(Detail.EVERYTHING)
+    outputs = {"00001 dense": ops.ones((2,), "bfloat16"), "00000 inputs": ops.zeros((2,))}
+    observer.on_step(0.1, [0], {"gradient_norm": 0.5, "gradients": [None, ops.ones((1,))], "outputs": outputs})
+    assert (observer.losses, observer.gradient_norms, observer.samples) == ([0.1], [0.5], [[0]])
     assert list(observer.outputs) == ["inputs", "dense"]
     assert observer.outputs["dense"].dtype == "float32"
     assert observer.gradients[0] is None and observer.gradients[1].tolist() == [1.0]
-    assert observer.losses == [0.0, 0.1, 0.2]

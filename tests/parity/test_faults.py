@@ -123,9 +123,9 @@ def reference():
     return parity.Reference(JOB, REFERENCE)
 
 
-def judged(reference, name, monkeypatch, way=FAULTY, detailed=()):
-    for step in (None, *detailed):  # before the fault is switched on
-        reference.trace(step)
+def judged(reference, name, monkeypatch, way=FAULTY):
+    for is_detailed in (False, True):  # before the fault is switched on
+        reference.trace(is_detailed=is_detailed)
     monkeypatch.setenv("KERASDP_TEST_FAULT", name)
     return parity.judge(way, reference, reference.tolerance())
 
@@ -141,7 +141,7 @@ def test_without_a_fault_it_passes(reference, monkeypatch):
 @pytest.mark.proof  # recipes/test_recipes.py has one that is named in short
 @pytest.mark.parametrize(("name", "step", "what", "words"), FAULTS)
 def test_a_fault_is_named(reference, monkeypatch, name, step, what, words):
-    outcome = judged(reference, name, monkeypatch, detailed={0, step})
+    outcome = judged(reference, name, monkeypatch)
     assert outcome.divergence is not None, outcome
     assert (outcome.divergence.step, outcome.divergence.what) == (step, what), str(outcome.divergence)
     assert re.search(words, str(outcome.divergence)), str(outcome.divergence)
@@ -152,7 +152,7 @@ def test_a_fault_is_named(reference, monkeypatch, name, step, what, words):
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "jax"])
 def test_unreduced_gradients_are_named(reference, monkeypatch, backend):
     way = parity.Way(backend=backend, num_devices=2)
-    outcome = judged(reference, "unreduced", monkeypatch, way, detailed=(0,))
+    outcome = judged(reference, "unreduced", monkeypatch, way)
     if outcome.error:  # with TensorFlow the replicas part, which ends the run before any comparison
         assert "hold different values" in outcome.error
         return

@@ -75,17 +75,17 @@ def test_all_else_parts(changes, step, what, where):
 
 
 def test_where_it_parts():
-    assert locate(0, made(), made(), SGD) == ("", False)
+    assert locate(made(), made(), SGD) == ("", False)
     other = made(outputs={"inputs": made().outputs["inputs"], "dense": made().outputs["dense"] + 1e-2})
-    words, is_forward = locate(0, made(), other, SGD)
+    words, is_forward = locate(made(), other, SGD)
     assert words.startswith("the output of dense differs first") and is_forward
-    words, is_forward = locate(0, made(), made(losses=made().losses * 1.001), SGD)
+    words, is_forward = locate(made(), made(losses=made().losses * 1.001), SGD)
     assert "but not the loss" in words and is_forward
     other = made(gradients={name: gradient * 2 for name, gradient in made().gradients.items()})
-    words, is_forward = locate(0, made(), other, SGD)
+    words, is_forward = locate(made(), other, SGD)
     assert "the gradient of dense/bias differs first, by 5.0e-01" in words and not is_forward
     other = made(gradients={"dense/kernel": made().gradients["dense/kernel"]})
-    assert "the gradient of dense/bias differs first, by inf" in locate(0, made(), other, SGD)[0]
+    assert "the gradient of dense/bias differs first, by inf" in locate(made(), other, SGD)[0]
 
 
 def test_differences():

@@ -26,7 +26,6 @@ if DEVICE == "gpu":
     cuda_on_cpu.start()
 
 import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import kerasdp  # noqa: E402
 
@@ -50,8 +49,6 @@ def counts(graph):
     return {
         "nodes": len(values),
         "on the CPU": sum(is_on(value, "cpu") for value in values.values()),
-        "numbers from the CPU": sum(is_on(value, "cpu") and value.numel() == 1 for value in constants),
-        "arrays from the CPU": sum(is_on(value, "cpu") and value.numel() > 1 for value in constants),
         "numbers in memory": sum(is_on(value, "cuda") and value.numel() == 1 for value in constants),
         "collectives": sum(getattr(node.target, "namespace", "") == "_c10d_functional" for node in values),
         "read": sum(node.target in READS for node in values),
@@ -62,24 +59,6 @@ def counts(graph):
             for node, value in values.items()
         ),
     }
-
-
-class Waits(TorchDispatchMode):
-    """Counts what Python waits for, and what is sent, in operations that run one by one."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = {"read": 0, "sent": 0, "waited for": 0, "bytes": 0}
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        source = args[1] if operation is torch.ops.aten.copy_.default else args[0] if args else None
-        self.found["read"] += operation in READS
-        if operation in COPIES and is_on(result, "cuda") and is_on(source, "cpu"):
-            self.found["sent"] += 1
-            self.found["waited for"] += not (kwargs or {}).get("non_blocking", False)
-            self.found["bytes"] += source.nbytes
-        return result
 
 
 def on_the_cpu(kind):
@@ -123,24 +102,18 @@ def train(image, runs, layer, net, rows, found, runner):
 
 
 class watched:  # noqa: N801
-    """Looks at the steps that are captured, instead of compiling them, and at the batches that are sent."""
+    """Looks at the steps that are captured, instead of compiling them."""
 
     def __init__(self, found, runs):
-        from kerasdp.backends.torch import compiled_step, data_parallel
+        from kerasdp.backends.torch import compiled_step
 
-        self.places = [(compiled_step.CompiledStep, "_captured"), (data_parallel, "put_batch"), (torch, "compile")]
-        self.kept = captured, put_batch, _ = [getattr(*place) for place in self.places]
+        self.places = [(compiled_step.CompiledStep, "_captured"), (torch, "compile")]
+        self.kept = captured, _ = [getattr(*place) for place in self.places]
 
         def capture(graphs, *args):
             graph = captured(graphs, *args)
             found[graphs.name] = counts(graph)
             return graph
-
-        def put(*args):
-            with Waits() as waits:
-                batch = put_batch(*args)
-            found.setdefault("batches", []).append(waits.found)
-            return batch
 
         def compiled(graph, **_):
             if runs:
@@ -149,7 +122,7 @@ class watched:  # noqa: N801
             results = [leaf if leaf is None else zeros(leaf.meta["val"]) for leaf in leaves]
             return lambda *_: graph.graph.process_outputs(results)
 
-        self.ours = capture, put, compiled
+        self.ours = capture, compiled
 
     def __enter__(self):
         for place, value in zip(self.places, self.ours, strict=True):
