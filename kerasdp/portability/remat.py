@@ -83,7 +83,9 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
             )
         return chosen
     patterns = [pattern.strip() for pattern in what.split(",")]
-    layers = [layer for layer in all_layers(model, include_self=False) if not _is_input(layer)]
+    layers = [
+        layer for layer in all_layers(model, include_self=False) if not isinstance(layer, keras.layers.InputLayer)
+    ]
     for pattern in patterns:
         if not any(is_named(layer, [pattern]) for layer in layers):
             raise UserError(
@@ -91,10 +93,6 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
                 f"{', '.join(dict.fromkeys(layer.name for layer in layers[:8]))}, ..."
             )
     return [layer for layer in layers if is_named(layer, patterns)]
-
-
-def _is_input(layer: keras.layers.Layer) -> bool:
-    return isinstance(layer, keras.layers.InputLayer)
 
 
 def _some_name(model: keras.Model) -> str:
@@ -156,11 +154,8 @@ class Block:
             for variable, value in scope.read.values()
         ]
         self._out_leaves = keras.tree.flatten(self._outputs)
-        given = [leaf for leaf in self._out_leaves if ops.is_tensor(leaf)]
-        masks = [mask_of(leaf) for leaf in given]
-        self._has_mask = [mask is not None for mask in masks]
-        losses = [loss for _, loss in self._adding]
-        return [*given, *(mask for mask in masks if mask is not None), *scope.assigned_values(), *losses]
+        self._has_mask = [mask_of(leaf) is not None for leaf in self._out_leaves if ops.is_tensor(leaf)]
+        return _flat(self._outputs, scope, self._adding)
 
     def finish(self, tensors: list[Tensor]) -> Any:
         """Writes to variables, and adds to the loss, what `run` has returned; returns the layer's outputs."""
@@ -186,10 +181,7 @@ class Block:
         replica, adding = self._step.replica, list[Any]()
         step = self._step._replace(replica=replica and replica.once_more(), adding=adding)
         with self._as_it_was(), step_as(step), ReadingScope(values) as scope:
-            given = [leaf for leaf in keras.tree.flatten(self._made(tensors)) if ops.is_tensor(leaf)]
-            masks = [mask_of(leaf) for leaf in given]
-            losses = [loss for _, loss in adding]
-            return [*given, *(mask for mask in masks if mask is not None), *scope.assigned_values(), *losses]
+            return _flat(self._made(tensors), scope, adding)
 
     def _made(self, tensors: list[Tensor]) -> Any:
         found, leaves = iter(tensors), list(self._leaves)
@@ -199,3 +191,10 @@ class Block:
             set_mask(leaves[place], next(found))
         args, kwargs = keras.tree.pack_sequence_as(self._arguments, leaves)
         return self._call(*args, **kwargs)
+
+
+def _flat(outputs: Any, scope: ReadingScope, adding: list[tuple[Any, Any]]) -> list[Tensor]:
+    """Returns the tensors among outputs, their masks, what was assigned in a scope, and what is added to the loss."""
+    given = [leaf for leaf in keras.tree.flatten(outputs) if ops.is_tensor(leaf)]
+    masks = [mask for leaf in given if (mask := mask_of(leaf)) is not None]
+    return [*given, *masks, *scope.assigned_values(), *(loss for _, loss in adding)]
