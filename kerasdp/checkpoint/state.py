@@ -317,7 +317,7 @@ def _described(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if depth and isinstance(value, _HOLDING):
-        parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+        parts: Any = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
         return f"{type(value).__name__}({', '.join(_described(part, depth - 1) for part in parts)})"
     return f"{type(value).__name__} at {id(value)}"
 

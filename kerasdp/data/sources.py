@@ -273,7 +273,7 @@ def take_rows(structure: Any, indices: Any) -> Any:
     def rows_of(leaf: Any) -> Any:
         if leaf is None:
             return None
-        rows = leaf[indices]
+        rows: Any = leaf[indices]
         return rows.toarray() if hasattr(rows, "toarray") and not isinstance(indices, slice) else rows
 
     return keras.tree.map_structure(rows_of, structure)

@@ -238,7 +238,7 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
                 context.found.adding.setdefault(id(adding), adding)
                 return
             _require_known(adding, context)
-    add = functools.partial(add_loss, layer)
+    add: Callable[[Any], None] = functools.partial(add_loss, layer)
     if (added := current_step().adding) is not None:
         keras_add = add
         add = lambda loss: added.append((keras_add, loss))  # noqa: E731

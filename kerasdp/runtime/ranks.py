@@ -145,7 +145,8 @@ def meet(processes: Processes, name: str = "", arguments: dict[str, Any] | None 
     if processes.num_processes == 1:
         return
     own: Any = {"name": name, "line": lines.of_call(), "arguments": arguments or {}, "host": socket.gethostname()}
-    first, *others = given = processes.all_gather_object(own)
+    given: list[Any] = processes.all_gather_object(own)
+    first, *others = given
     has_hosts = len({each["host"] for each in given}) > 1
     ranks = [f"rank {rank}{' of ' + each['host'] if has_hosts else ''}" for rank, each in enumerate(given)]
     for rank, other in zip(ranks[1:], others):

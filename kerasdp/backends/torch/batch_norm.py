@@ -134,7 +134,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _NormalizeTogether(_Normalize):
-    backward = staticmethod(torch.autograd.function.once_differentiable(_Normalize.backward))
+    backward: Any = staticmethod(torch.autograd.function.once_differentiable(_Normalize.backward))
 
 
 def _axes(x: Any, axis: int) -> tuple[list[int], list[int]]:

@@ -157,7 +157,7 @@ class Pipeline:
         for variable in [*self.variables_of(self.number), *self.shared, *model.metrics_variables]:
             variable.value.data = variable.value.data.to(strategy.device)
         self.step: PipelineStep
-        self._schedules: dict[tuple[int, int, bool, bool], Any] = {}
+        self._schedules: dict[tuple[int, int, bool], Any] = {}
 
     def _made_by_compile(self) -> tuple[Any, ...]:
         from kerasdp.keras_compat.models import made_by_compile
