@@ -1,6 +1,5 @@
 """The command `kerasdp`: runs the recipes, lists and copies them, flagfiles and templates; looks at this machine."""
 
-import argparse
 import ast
 import difflib
 import importlib.metadata
@@ -24,6 +23,7 @@ from kerasdp.runtime.devices import is_installed
 
 # A recipe bisect.py would hide Python's own module from the others.
 _ALSO = {"bisect": "bisection"}
+_OF_COPY = "NAME [DESTINATION] [--force]"
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # The folders of what people run and copy: what each holds, and the endings of its files.
 FOLDERS = {
@@ -72,7 +72,7 @@ def _run(words: list[str]) -> None:
 def help_text() -> str:
     """Returns the usage, and what can be run and copied, a line each."""
     lines = ["usage: kerasdp RECIPE [--flag=value ...]      kerasdp RECIPE --help"]
-    lines += ["       kerasdp copy NAME [DESTINATION] [--force]"]
+    lines += [f"       kerasdp copy {_OF_COPY}"]
     lines += ["       kerasdp env      versions, backends, devices, and GPUs that a backend does not see"]
     for folder, (title, _) in FOLDERS.items():
         rows = [(name_of(path), summary_of(path)) for path in files(folder)]
@@ -116,21 +116,13 @@ def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, str(recipe), *flags])
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}; {self.prog} --help tells more")
-
-
 def _copy(words: list[str]) -> None:
-    """Copies a recipe, a flagfile or a template, to change it."""
-    parser = _Parser(prog="kerasdp copy", description=_copy.__doc__, allow_abbrev=False)
-    parser.add_argument("name", help="as kerasdp list shows it, or a whole folder: recipes, flags, cluster")
-    parser.add_argument("destination", nargs="?", default=".", help="folder or file; default: this folder")
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
-    asked = parser.parse_args(words)
-    written = copy(asked.name, asked.destination, force=asked.force)
+    names = [word for word in words if word != "--force"]
+    if len(names) not in (1, 2) or any(name.startswith("-") for name in names):
+        raise UserError(
+            f"expected kerasdp copy {_OF_COPY}. Received: {' '.join(words)!r}; kerasdp list shows the names"
+        )
+    written = copy(names[0], *names[1:] or ["."], force="--force" in words)
     for path in written:
         print(f"copied to {path}")
     if written[0].suffix == ".py":

@@ -124,7 +124,6 @@ class Workers:
         """`processes`: of `multiprocessing`, not yet started."""
         self.processes, self._places = processes, places
         self._died: dict[int, float] = {}
-        self._num_killed = _num_killed_for_memory()
 
     def living(self) -> list[Any]:
         """Returns those that have been started and have not ended."""
@@ -224,8 +223,7 @@ class Workers:
         signals.leave_as(exit_code := self.processes[number].exitcode or 0)
         if exit_code == 0:
             return WorkerError(f"{name} ended by itself, without an error")
-        for_memory = exit_code == -signal.SIGKILL and _num_killed_for_memory() > self._num_killed
-        why = ": the system was short of memory, and ended it" if for_memory else ""
+        why = ": is the system short of memory?" if exit_code == -signal.SIGKILL else ""
         return WorkerError(f"{name} {outcome.how_it_ended(exit_code)}{why}")
 
 
@@ -337,12 +335,3 @@ def _begin_worker(place: Place) -> None:
     # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Not SIG_IGN, which programs
     # that are started here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
-
-
-def _num_killed_for_memory() -> int:
-    """Returns how many processes Linux has killed so far because memory was short; of the machine and its groups."""
-    count = 0
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            count += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return count

@@ -104,7 +104,9 @@ def test_a_run_that_is_killed_starts_again(undisturbed, tmp_path):
     choices = {"trouble": "kill", "at_step": STOP, "max_restarts": 1, "checkpoint_every": "5"}
     done = train_resumable(tmp_path / "run", *SINGLE, **choices)
     expected, losses, rows, _ = undisturbed(*SINGLE)
-    assert "was ended by SIGKILL\nrestart 1 of 1, from the last checkpoint" in done.stderr
+    assert (
+        "was ended by SIGKILL: is the system short of memory?\nrestart 1 of 1, from the last checkpoint" in done.stderr
+    )
     result = result_of(done)
     assert result["weights"] == expected["weights"]
     assert files_of_run(tmp_path / "run") == (losses, rows)

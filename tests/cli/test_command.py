@@ -39,7 +39,7 @@ def test_help_names_all_sub_commands(capsys):
     [
         (["trian"], "there is no sub-command 'trian'; did you mean kerasdp train?"),
         (["--gpus=2"], "there is no sub-command '--gpus=2'; kerasdp list shows all"),
-        (["copy"], "kerasdp copy: the following arguments are required: name"),
+        (["copy"], "expected kerasdp copy NAME [DESTINATION] [--force]. Received: ''; kerasdp list shows the names"),
         (["copy", "nosuch"], "Received: 'nosuch'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A machine on which things go wrong: disks that turn read-only, no memory, long names of folders.
+"""A machine on which things go wrong: disks that turn read-only, long names of folders.
 
 A run ends with an error of a line that names the cause, or learns bit by bit what it learns otherwise; it never hangs.
 """
@@ -21,16 +21,15 @@ from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, left_in, sessio
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 STEPS = 32
 SECONDS = float(os.environ.get("KERASDP_SECONDS", "120"))  # within which a run of two devices ends, however it ends
-OF_TORCH = pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
 
 
 class Run:
     """A run of `programs/rough.py`, started as a user starts it, maybe by a command before it."""
 
-    def __init__(self, backend, count, folder, *flags, mib=0, before="", pause=0.0, **env):
+    def __init__(self, backend, count, folder, *flags, before="", pause=0.0, **env):
         self.folder, self.workdir = folder, folder / "run"
         self.workdir.mkdir(parents=True, exist_ok=True)
-        program = [sys.executable, PROGRAMS / "rough.py", folder, mib, f"--backend={backend}", f"--gpus={count}"]
+        program = [sys.executable, PROGRAMS / "rough.py", folder, f"--backend={backend}", f"--gpus={count}"]
         program += ["--device=cpu", "--batch_size=16", "--epochs=4", "--log_every=1", "--checkpoint_every=4"]
         program += [f"--workdir={self.workdir}", "--resume", "--verbose=0", *flags]
         self.temporary = pathlib.Path(env.pop("TMPDIR", folder / "tmp"))
@@ -52,9 +51,6 @@ class Run:
             assert time.monotonic() < deadline, f"step {number} does not come"
             time.sleep(0.01)
         return self
-
-    def pid_of(self, rank):
-        return int((self.folder / f"rank-{rank}").read_text())
 
     def end(self, seconds=SECONDS):
         """Exit code, what it said, and the seconds from now."""
@@ -93,10 +89,6 @@ def told(name, code, error, seconds):
     print(f"\n{name}: exit code {code}, {seconds:.1f} s{lines}", flush=True)
 
 
-def is_one_line(error):
-    return len(error.splitlines()) <= 1 and "Traceback" not in error
-
-
 def can_mount():
     return os.geteuid() == 0 and not subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode
 
@@ -132,55 +124,6 @@ def test_a_workdir_that_turns_read_only(backend, kind, tmp_path):
     assert "Read-only file system" in error
     lines = [re.sub(r"\.tmp\w+", "", line) for line in error.splitlines()]
     assert len(lines) == len(set(lines)), "a file is named more than once"
-
-
-def memory_group():
-    """A control group of its own below that of this process, and the file of its limit; None where there are none."""
-    for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return pathlib.Path(f"/sys/fs/cgroup/memory{path}"), "memory.limit_in_bytes"
-        if not controllers and (group := pathlib.Path(f"/sys/fs/cgroup{path}")).joinpath("memory.max").exists():
-            return group, "memory.max"
-    return None, ""
-
-
-@pytest.fixture
-def little_memory():
-    """Gives a function that makes a group with so many bytes; what is in it is killed where there are more."""
-    parent, limit = memory_group()
-    group = parent and parent / f"kerasdp-test-{os.getpid()}"
-    try:
-        if group is None:
-            raise OSError("no controller of memory")
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no group with less memory can be made: {error}")
-
-    def limited(num_bytes):
-        (group / limit).write_text(str(num_bytes))
-        return f"echo $$ > {shlex.quote(str(group / 'cgroup.procs'))}"
-
-    yield limited
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            return group.rmdir()
-        except OSError:
-            time.sleep(0.1)
-
-
-@pytest.mark.parametrize(("backend", "flags"), [(name, []) for name in BACKENDS] + [("jax", ["--max_restarts=1"])])
-def test_a_rank_that_is_killed_for_memory(backend, flags, tmp_path, little_memory):
-    """By the kernel, as in a container. Where a process is left that can say so, it says that it was memory."""
-    before = little_memory(3 * 2**30)
-    code, error, seconds = Run(backend, 2, tmp_path, *flags, mib=8000, before=before).end()
-    told(f"{backend} x 2 {flags}, 8 GB where there are 3", code, error, seconds)
-    if backend == "torch" or flags:
-        assert code == 1 and re.search(r"(rank 1|the worker) was ended by SIGKILL", error) and "Traceback" not in error
-        assert re.search("memory", error), "the line does not name memory"
-    else:
-        assert code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("num_letters", [94, 200])
