@@ -156,31 +156,41 @@ def test_what_follows_in_lenet(models):
     assert models["convnet"].get_layer("dropout").rate == 0.5
 
 
-def test_blocks_of_resnet50(models):
-    """1x1, 3x3, 1x1, each with BN, the first two with ReLU; plus the shortcut, convolved in first blocks; ReLU."""
-    model = models["resnet50"]
-    stem = follow(model, model.get_layer("stem_conv"))
-    assert stem[:4] == [NORM, "ReLU", "ZeroPadding2D", "MaxPooling2D"]
-    assert model.get_layer("stem_pool").output.shape[1:] == (32, 32, 64)
-    last = "stem_pool"
-    names = [
-        (f"stage{stage}_block{block + 1}", width, block == 0)
-        for stage, (number, width) in enumerate(zip((3, 4, 6, 3), (256, 512, 1024, 2048), strict=True), 1)
-        for block in range(number)
-    ]
-    for name, width, is_first in names:
-        one, two, three = (model.get_layer(f"{name}_{number}_conv") for number in (1, 2, 3))
-        assert before(one)[0].name == last
-        assert follow(model, one) == [NORM, "ReLU", "ZeroPadding2D", "Conv2D"]
-        assert follow(model, two) == [NORM, "ReLU", "Conv2D"]
-        assert follow(model, three) == [NORM, "Add"]
-        add = model.get_layer(f"{name}_add")
-        shortcut = f"{name}_shortcut_norm" if is_first else last
-        assert [each.name for each in before(add)] == [f"{name}_3_norm", shortcut]
-        if is_first:
-            assert before(model.get_layer(f"{name}_shortcut_conv"))[0].name == last
-        last = f"{name}_relu3"
-        assert before(model.get_layer(last)) == [add] and add.output.shape[-1] == width
+# Blocks of each stage, and their filters; what follows the stem, and the layer before the first block; the convolutions
+# of a block, the last norm, the shortcut where it is convolved, and the last ReLU.
+BLOCKS = {
+    "resnet18": (
+        (2, 2, 2, 2), (64, 128, 256, 512), [NORM, "ReLU"], "stem_relu",
+        ("conv1", "conv2"), "norm2", "shortcut", "relu2",
+    ),
+    "resnet50": (
+        (3, 4, 6, 3), (256, 512, 1024, 2048), [NORM, "ReLU", "ZeroPadding2D", "MaxPooling2D"], "stem_pool",
+        ("1_conv", "2_conv", "3_conv"), "3_norm", "shortcut_norm", "relu3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_resnets(name, models):
+    """Convolutions, each with BN, all but the last with ReLU; plus the shortcut, convolved where sizes change; ReLU."""
+    counts, widths, stem, last, convs, norm, shortcut, relu = BLOCKS[name]
+    model = models[name]
+    assert follow(model, model.get_layer("stem_conv"))[: len(stem)] == stem
+    for stage, (count, width) in enumerate(zip(counts, widths, strict=True), 1):
+        for number in range(1, count + 1):
+            block = f"stage{stage}_block{number}"
+            layers = [model.get_layer(f"{block}_{each}") for each in convs]
+            for layer in layers[:-1]:
+                assert [kind for kind in follow(model, layer) if kind != "ZeroPadding2D"] == [NORM, "ReLU", "Conv2D"]
+            assert follow(model, layers[-1]) == [NORM, "Add"]
+            (source,) = before(layers[0])
+            assert (before(source)[0] if isinstance(source, keras.layers.ZeroPadding2D) else source).name == last
+            is_convolved = number == 1 and (stage > 1 or name == "resnet50")
+            add = model.get_layer(f"{block}_add")
+            ends = [f"{block}_{norm}", f"{block}_{shortcut}" if is_convolved else last]
+            assert [each.name for each in before(add)] == ends
+            last = f"{block}_{relu}"
+            assert before(model.get_layer(last)) == [add] and add.output.shape[-1] == width
     assert [type(each).__name__ for each in after(model, model.get_layer(last))] == [POOL]
 
 

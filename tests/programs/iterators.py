@@ -131,7 +131,7 @@ def hugging_face():
 
     import kerasdp
 
-    table = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()})
+    table = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("numpy")
     return kerasdp.RecordSource(table, lambda row: (row["x"], row["y"])), {}
 
 
