@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 
 import kerasdp
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, results, run
 
 CASES = ("blocks", "conv", "attention", "lstm", "tied", "own")
 XLA_SAVES = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
-@functools.cache
 def trained(backend, num_devices, remat, cases, shard="none", compiles="off"):
-    arguments = backend, num_devices, compiles, remat, shard, *cases
-    return result_of(run(PROGRAMS / "remat.py", *arguments, backend=backend, timeout=900))
+    return results("remat.py", backend, num_devices, compiles, remat, shard, *cases)
 
 
 def outcome(backend, num_devices, remat, case, shard="none"):

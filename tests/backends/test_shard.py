@@ -1,12 +1,10 @@
 """A model of which each device holds a part learns as on one device, and resumes anywhere."""
 
-import functools
-
 import numpy as np
 import pytest
 
 import kerasdp
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, results, run
 
 CASES = {
     "jax": ("tied", "own", "optimizers", "frozen", "conv", "attention", "lstm"),
@@ -29,16 +27,11 @@ def cases_of(backend, shard):
     return COMPILED if shard.endswith("compile=on") else CASES[backend]
 
 
-@functools.cache
-def trained(backend, num_devices, shard, cases):
-    return result_of(run(PROGRAMS / "sharded.py", backend, num_devices, shard, *cases, backend=backend, timeout=800))
-
-
 def outcome(backend, num_devices, shard, case):
     """What a case gave; those of the default suite share a process, and so do the proofs."""
     usual = next((cases for way, cases in USUAL.items() if way[0] == backend), ())
     together = usual if case in usual else tuple(each for each in cases_of(backend, shard) if each not in usual)
-    return trained(backend, num_devices, shard, together)[case]
+    return results("sharded.py", backend, num_devices, shard, *together)[case]
 
 
 @pytest.mark.parametrize(

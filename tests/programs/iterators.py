@@ -23,13 +23,6 @@ def tf_data():
     return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH).prefetch(2), {}
 
 
-def tf_data_of_unknown_length():
-    import tensorflow as tf
-
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=3)
-    return data.filter(lambda x, y: x[0] > -9).batch(BATCH), {}
-
-
 def tf_data_without_end():
     """Its epochs are of six steps: other than its passes of four."""
     import tensorflow as tf
@@ -155,7 +148,7 @@ def hugging_face():
 
 
 KINDS = (
-    tf_data, tf_data_of_unknown_length, tf_data_without_end, data_loader, data_loader_with_workers,
+    tf_data, tf_data_without_end, data_loader, data_loader_with_workers,
     data_loader_with_generator, generator, batches_of_different_sizes, grain_map_dataset, grain_iter_dataset,
     grain_data_loader, py_dataset, py_dataset_with_threads, py_dataset_with_processes, hugging_face,
 )  # fmt: skip
