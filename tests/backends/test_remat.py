@@ -82,19 +82,7 @@ def test_it_needs_less_memory(backend, compiles, shard, most):
         pytest.skip(f"needs {backend}")
     environment = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "XLA_FLAGS": XLA_SAVES}
     kept, again = (
-        result_of(
-            run(
-                PROGRAMS / "remat_memory.py",
-                backend,
-                compiles,
-                remat,
-                shard,
-                backend=backend,
-                timeout=900,
-                **environment,
-            )  # fmt: skip
-        )
-        for remat in ("none", "blocks")
+        results("remat_memory.py", backend, compiles, remat, shard, **environment) for remat in ("none", "blocks")
     )
     print(
         f"{backend}, --compile={compiles}, --shard={shard}: {kept['mib']:.0f} -> {again['mib']:.0f} MiB, "

@@ -15,12 +15,8 @@ SHARDS = {
     "torch": ("optimizer", "weights", "weights+compile=on"),
 }
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
-# In the default suite; the others are proofs.
-USUAL = {
-    ("jax", "weights", 2): ("tied",),
-    ("torch", "weights", 2): ("tied",),
-    ("torch", "optimizer", 2): ("tied",),
-}
+# Where `tied` is in the default suite; all else is a proof.
+USUAL = (("jax", "weights", 2), ("torch", "weights", 2), ("torch", "optimizer", 2))
 
 
 def cases_of(backend, shard):
@@ -29,15 +25,14 @@ def cases_of(backend, shard):
 
 def outcome(backend, num_devices, shard, case):
     """What a case gave; those of the default suite share a process, and so do the proofs."""
-    usual = next((cases for way, cases in USUAL.items() if way[0] == backend), ())
-    together = usual if case in usual else tuple(each for each in cases_of(backend, shard) if each not in usual)
+    together = ("tied",) if case == "tied" else tuple(each for each in cases_of(backend, shard) if each != "tied")
     return results("sharded.py", backend, num_devices, shard, *together)[case]
 
 
 @pytest.mark.parametrize(
     ("backend", "shard", "num_devices", "case"),
     [
-        pytest.param(*way, case, marks=[pytest.mark.proof] * (case not in USUAL.get(way, ())))
+        pytest.param(*way, case, marks=[pytest.mark.proof] * ((*way, case) not in [(*each, "tied") for each in USUAL]))
         for backend in CASES
         if backend in BACKENDS
         for what in SHARDS[backend]
