@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 
 import kerasdp
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, results, run
 
 CASES = ("blocks", "conv", "attention", "lstm", "tied", "own")
 XLA_SAVES = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
-@functools.cache
 def trained(backend, num_devices, remat, cases, shard="none", compiles="off"):
-    arguments = backend, num_devices, compiles, remat, shard, *cases
-    return result_of(run(PROGRAMS / "remat.py", *arguments, backend=backend, timeout=900))
+    return results("remat.py", backend, num_devices, compiles, remat, shard, *cases)
 
 
 def outcome(backend, num_devices, remat, case, shard="none"):
@@ -84,19 +82,7 @@ def test_it_needs_less_memory(backend, compiles, shard, most):
         pytest.skip(f"needs {backend}")
     environment = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "XLA_FLAGS": XLA_SAVES}
     kept, again = (
-        result_of(
-            run(
-                PROGRAMS / "remat_memory.py",
-                backend,
-                compiles,
-                remat,
-                shard,
-                backend=backend,
-                timeout=900,
-                **environment,
-            )  # fmt: skip
-        )
-        for remat in ("none", "blocks")
+        results("remat_memory.py", backend, compiles, remat, shard, **environment) for remat in ("none", "blocks")
     )
     print(
         f"{backend}, --compile={compiles}, --shard={shard}: {kept['mib']:.0f} -> {again['mib']:.0f} MiB, "
@@ -111,20 +97,17 @@ def made(kind="plain"):
     from keras import layers
 
     class Block(layers.Layer):
-        def __init__(self, other=None):
+        def __init__(self):
             super().__init__()
-            self.dense, self.others = layers.Dense(4), [lambda: other]
+            self.dense, self.others = layers.Dense(4), [lambda: dense]
 
         def call(self, x):
-            other = self.others[0]()
-            return self.dense(x) if other is None else self.dense(x) + keras.ops.matmul(x, other.kernel)
+            return self.dense(x) + keras.ops.matmul(x, self.others[0]().kernel)
 
     inputs = keras.Input((4,))
     dense = layers.Dense(4)
     x = dense(inputs)
-    if kind != "plain":
-        x = Block(dense if kind == "other" else None)(x)
-    return keras.Model(inputs, x)
+    return keras.Model(inputs, x if kind == "plain" else Block()(x))
 
 
 def fitted(runner, kind):

@@ -1,25 +1,20 @@
 """The promise: losses and gradients that Keras computes otherwise on each backend are one in a run."""
 
-import functools
 import json
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
-
-
-@functools.cache
-def numbers(backend, fields, *cases):
-    return result_of(run(PROGRAMS / "same_numbers.py", backend, fields, *cases, backend=backend))
+from tests.helpers import BACKENDS, results
 
 
 def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
     one = {"precision": ways["precision"]} if "precision" in ways else {}
-    expected, received = numbers(BACKENDS[0], json.dumps(one), *cases), numbers(backend, json.dumps(ways), *cases)
+    expected = results("same_numbers.py", BACKENDS[0], json.dumps(one), *cases)
+    received = results("same_numbers.py", backend, json.dumps(ways), *cases)
     assert received and received.keys() <= expected.keys()
-    for name, results in received.items():
+    for name, each in received.items():
         (whole,) = expected[name]
-        for own in results:
+        for own in each:
             for kind, values in whole.items():
                 assert own[kind] == pytest.approx(values, rel=relative, abs=absolute), (name, kind)
 

@@ -1,12 +1,10 @@
 """A model of which each device holds a part learns as on one device, and resumes anywhere."""
 
-import functools
-
 import numpy as np
 import pytest
 
 import kerasdp
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, results, run
 
 CASES = {
     "jax": ("tied", "own", "optimizers", "frozen", "conv", "attention", "lstm"),
@@ -17,34 +15,24 @@ SHARDS = {
     "torch": ("optimizer", "weights", "weights+compile=on"),
 }
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
-# In the default suite; the others are proofs.
-USUAL = {
-    ("jax", "weights", 2): ("tied",),
-    ("torch", "weights", 2): ("tied",),
-    ("torch", "optimizer", 2): ("tied",),
-}
+# Where `tied` is in the default suite; all else is a proof.
+USUAL = (("jax", "weights", 2), ("torch", "weights", 2), ("torch", "optimizer", 2))
 
 
 def cases_of(backend, shard):
     return COMPILED if shard.endswith("compile=on") else CASES[backend]
 
 
-@functools.cache
-def trained(backend, num_devices, shard, cases):
-    return result_of(run(PROGRAMS / "sharded.py", backend, num_devices, shard, *cases, backend=backend, timeout=800))
-
-
 def outcome(backend, num_devices, shard, case):
     """What a case gave; those of the default suite share a process, and so do the proofs."""
-    usual = next((cases for way, cases in USUAL.items() if way[0] == backend), ())
-    together = usual if case in usual else tuple(each for each in cases_of(backend, shard) if each not in usual)
-    return trained(backend, num_devices, shard, together)[case]
+    together = ("tied",) if case == "tied" else tuple(each for each in cases_of(backend, shard) if each != "tied")
+    return results("sharded.py", backend, num_devices, shard, *together)[case]
 
 
 @pytest.mark.parametrize(
     ("backend", "shard", "num_devices", "case"),
     [
-        pytest.param(*way, case, marks=[pytest.mark.proof] * (case not in USUAL.get(way, ())))
+        pytest.param(*way, case, marks=[pytest.mark.proof] * ((*way, case) not in [(*each, "tied") for each in USUAL]))
         for backend in CASES
         if backend in BACKENDS
         for what in SHARDS[backend]

@@ -166,59 +166,6 @@ def style(runner):
     return [float(step()) for _ in range(20)]
 
 
-class CartPole:
-    """gymnasium's, on each process with one seed, so that all see the same."""
-
-    def __init__(self):
-        import gymnasium
-
-        self.game = gymnasium.make("CartPole-v1")
-        self.state, _ = self.game.reset(seed=0)
-
-    def act(self, action):
-        before = self.state
-        self.state, reward, is_over, is_cut, _ = self.game.step(int(action))
-        found = before, self.state, reward, float(is_over)
-        if is_over or is_cut:
-            self.state, _ = self.game.reset()
-        return found
-
-
-def dqn(runner):
-    """Q-learning with a buffer and a target network; batches of NumPy, the environment on each process."""
-    import keras
-    from keras import ops
-
-    with runner.scope():
-        network, target, optimizer = dense(4, 16, 2), dense(4, 16, 2), keras.optimizers.Adam(0.01)
-    target.set_weights(network.get_weights())
-    values = runner.step(lambda states: network(states), returns="rows")
-
-    @runner.step
-    def step(batch):
-        states, following, rewards, overs, actions = batch
-        best = rewards + 0.9 * (1 - overs) * ops.max(target(following), axis=1)
-
-        def loss_of():
-            chosen = ops.sum(network(states) * ops.one_hot(actions, 2, dtype="float64"), axis=1)
-            return ops.mean(ops.square(chosen - ops.stop_gradient(best)))
-
-        return minimize(loss_of, network, optimizer)
-
-    game, random, seen, losses = CartPole(), np.random.RandomState(0), [], []
-    for number in range(30):
-        known = ops.convert_to_numpy(values(game.state[None].astype("float64")))[0]
-        action = random.randint(2) if random.rand() < 0.3 else int(known.argmax())
-        seen.append((*game.act(action), action))
-        if number >= 10:
-            rows = [seen[place] for place in random.randint(0, len(seen), BATCH - 1)]
-            parts = [np.array(part) for part in zip(*rows, strict=True)]
-            losses.append(float(step((*(part.astype("float64") for part in parts[:-1]), parts[-1]))))
-        if number % 8 == 0:
-            target.set_weights(network.get_weights())
-    return losses
-
-
 def supervised(runner):
     """The loop beside `fit`: the same curve."""
     import keras
@@ -321,5 +268,5 @@ def scaled(runner):
 
 
 if __name__ == "__main__":
-    cases = supervised, wgan, momentum_contrast, maml, style, dqn, scaled, norm_of_replicas
+    cases = supervised, wgan, momentum_contrast, maml, style, scaled, norm_of_replicas
     main({case.__name__: case for case in cases})

@@ -10,29 +10,25 @@ from own_steps_base import main
 
 import kerasdp
 
-BATCH, ROWS, TOKENS, BOXES = 16, 43, 8, 5
+BATCH, ROWS, TOKENS = 16, 43, 8
 NAMES = (
-    "texts", "texts_with_drawn_masks", "boxes_of_images", "segmentation_of_keras", "dice_of_batch", "contrastive",
+    "texts", "texts_with_drawn_masks", "segmentation_of_keras", "dice_of_batch", "contrastive",
     "triplet", "weighted_labels", "ctc_by_lengths", "root_of_mean", "correlation", "sum_of_rows", "right_texts_of_all",
     "right_texts_gathered", "right_texts_by_rows", "right_contrastive", "right_weights", "right_root",
 )  # fmt: skip
 
 
 def data():
-    """Texts of several lengths, images with ignored pixels and with some boxes each, classes and weights."""
+    """Texts of several lengths, images with ignored pixels, classes and weights."""
     numbers = np.random.RandomState(0)
     texts = numbers.randint(1, 12, (ROWS, TOKENS)).astype("int32")
     lengths = numbers.randint(3, TOKENS + 1, (ROWS, 1)).astype("int32")
-    boxes = numbers.normal(size=(ROWS, BOXES, 4))
-    counts = numbers.randint(1, BOXES + 1, (ROWS, 1))
     labels = numbers.randint(0, 4, (ROWS, 6, 6)).astype("int32")
     return {
         "text": texts * (np.arange(TOKENS) < lengths),
         "lengths": lengths,
         "image": numbers.normal(size=(ROWS, 6, 6, 3)),
         "labels": np.where(numbers.random(labels.shape) < 0.1, -1, labels).astype("int32"),
-        "boxes": boxes,
-        "has_box": (np.arange(BOXES) < counts).astype("float64"),
         "class": numbers.randint(0, 4, (ROWS,)).astype("int32"),
         "weight": numbers.uniform(0.5, 2, (ROWS,)),
     }
@@ -49,9 +45,6 @@ def losses():
     def of_tokens(net, batch):
         values = cross_entropy(batch["text"], net.words(batch["text"]), from_logits=True)
         return values, ops.cast(batch["text"] > 0, values.dtype)
-
-    def of_boxes(net, batch):
-        return ops.mean(ops.abs(net.boxes(batch["image"]) - batch["boxes"]), axis=-1), batch["has_box"]
 
     def of_classes(net, batch):
         return cross_entropy(batch["class"], net.features(batch["image"])[:, :4], from_logits=True)
@@ -83,9 +76,6 @@ def losses():
         chosen = ops.cast(keras.random.uniform(ops.shape(batch["text"]), seed=seeds) < 0.3, "float64")
         values = cross_entropy(batch["text"], net.words(ops.where(chosen > 0, 0, batch["text"])), from_logits=True)
         return ratio(values, chosen)
-
-    def boxes_of_images(net, batch):
-        return ratio(*of_boxes(net, batch))
 
     def segmentation_of_keras(net, batch):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -151,7 +141,7 @@ def losses():
 
 
 def network(loss_of, seeds):
-    """A model with heads for texts, pixels, boxes and features, of which a loss uses one; its step is that loss's."""
+    """A model with heads for texts, pixels and features, of which a loss uses one; its step is that loss's."""
     import keras
     from keras import layers
 
@@ -162,7 +152,6 @@ def network(loss_of, seeds):
             flat = layers.Flatten()(image)
             self.words = keras.Model(text, layers.Dense(12)(layers.Embedding(12, 6)(text)))
             self.pixels = keras.Model(image, layers.Conv2D(4, 3, padding="same")(image))
-            self.boxes = keras.Model(image, layers.Reshape((BOXES, 4))(layers.Dense(BOXES * 4)(flat)))
             self.features = keras.Model(image, layers.Dense(6)(flat))
             self.seeds = seeds
 

@@ -17,14 +17,13 @@ def backbone(name: str) -> Any:
     return getattr(keras_hub.models, f"{name.split()[0]}Backbone")(**choices)
 
 
-def text_classifier(name: str, **choices: Any) -> None:
+def text_classifier(name: str) -> None:
     @case("KerasHub, tasks", f"task {name}TextClassifier")
     def make(random: np.random.RandomState) -> Ready:
         import keras_hub
 
-        task = getattr(keras_hub.models, f"{name}TextClassifier")(
-            backbone(name), num_classes=CLASSES, preprocessor=None, **choices
-        )
+        build = getattr(keras_hub.models, f"{name}TextClassifier")
+        task = build(backbone(name), num_classes=CLASSES, preprocessor=None)
         return Ready(model=task, x=data_for(task.input, random), y=classes(random), loss="auto")
 
 

@@ -9,43 +9,24 @@ from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes
 USERS, ITEMS = 12, 18  # as many items as rows of the data
 
 
-def table(random: np.random.RandomState) -> dict[str, np.ndarray]:
-    """Four numbers and three categories."""
-    return {
+@case("tabular")
+def wide_and_deep(random: np.random.RandomState) -> Ready:
+    """Of four numbers and three categories."""
+    import keras
+    from keras import layers
+
+    numbers, categories = keras.Input((4,), name="numbers"), keras.Input((3,), dtype="int32", name="categories")
+    wide = layers.BatchNormalization()(layers.CategoryEncoding(9, "multi_hot")(categories))
+    deep = layers.Concatenate()([numbers, layers.Flatten()(layers.Embedding(9, 4)(categories))])
+    for units in (12, 8):
+        deep = layers.Dropout(0.2)(layers.ReLU()(layers.BatchNormalization()(layers.Dense(units)(deep))))
+    inputs = {"numbers": numbers, "categories": categories}
+    model = keras.Model(inputs, layers.Dense(CLASSES)(layers.Concatenate()([wide, deep])))
+    x = {
         "numbers": random.randn(ROWS, 4).astype("float32"),
         "categories": random.randint(0, 9, (ROWS, 3)).astype("int32"),
     }
-
-
-def table_inputs() -> dict[str, Any]:
-    import keras
-
-    return {
-        "numbers": keras.Input((4,), name="numbers"),
-        "categories": keras.Input((3,), dtype="int32", name="categories"),
-    }
-
-
-def classifier(outputs_of: Any, random: np.random.RandomState, **fit: Any) -> Ready:
-    import keras
-
-    inputs = table_inputs()
-    logits = keras.layers.Dense(CLASSES)(outputs_of(inputs["numbers"], inputs["categories"]))
-    return Ready(model=keras.Model(inputs, logits), x=table(random), y=classes(random), fit=fit)
-
-
-@case("tabular")
-def wide_and_deep(random: np.random.RandomState) -> Ready:
-    from keras import layers
-
-    def outputs_of(numbers: Any, categories: Any) -> Any:
-        wide = layers.BatchNormalization()(layers.CategoryEncoding(9, "multi_hot")(categories))
-        deep = layers.Concatenate()([numbers, layers.Flatten()(layers.Embedding(9, 4)(categories))])
-        for units in (12, 8):
-            deep = layers.Dropout(0.2)(layers.ReLU()(layers.BatchNormalization()(layers.Dense(units)(deep))))
-        return layers.Concatenate()([wide, deep])
-
-    return classifier(outputs_of, random)
+    return Ready(model=model, x=x, y=classes(random))
 
 
 @case("tabular")
@@ -95,11 +76,6 @@ def imbalanced_binary(random: np.random.RandomState) -> Ready:
                  fit={"class_weight": {0: 0.6, 1: 2.5}})  # fmt: skip
 
 
-def ratings(random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-    pairs = np.stack([random.randint(0, USERS, ROWS), random.randint(0, ITEMS, ROWS)], axis=1).astype("int32")
-    return pairs, random.rand(ROWS, 1).astype("float32")
-
-
 @case("recommendation")
 def product_over_the_batch(random: np.random.RandomState) -> Ready:
     """A contraction over the batch axis, as one gets from tensordot with axes=2: each row's score is that of all."""
@@ -116,5 +92,6 @@ def product_over_the_batch(random: np.random.RandomState) -> Ready:
             product = ops.tensordot(self.users(pairs[:, 0]), self.items(pairs[:, 1]), axes=2)
             return ops.sigmoid(product + self.bias(pairs[:, 0]))
 
-    x, y = ratings(random)
+    x = np.stack([random.randint(0, USERS, ROWS), random.randint(0, ITEMS, ROWS)], axis=1).astype("int32")
+    y = random.rand(ROWS, 1).astype("float32")
     return Ready(model=Factors(), x=x, y=y, loss=keras.losses.BinaryCrossentropy())

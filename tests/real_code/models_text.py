@@ -9,15 +9,6 @@ from tests.real_code.cases import CLASSES, Ready, case, classes, tokens
 VOCABULARY, LENGTH = 50, 12
 
 
-def classifier(outputs_of: Any, random: np.random.RandomState) -> Ready:
-    """Of tokens, with zeros at the ends of some rows."""
-    import keras
-
-    inputs = keras.Input((LENGTH,), dtype="int32")
-    logits = keras.layers.Dense(CLASSES)(outputs_of(inputs))
-    return Ready(model=keras.Model(inputs, logits), x=tokens(random, LENGTH, VOCABULARY), y=classes(random))
-
-
 def transformer_block(x: Any, width: int = 16, mask: Any = None, causal: bool = False) -> Any:
     from keras import layers
 
@@ -45,14 +36,13 @@ def embedded(tokens_in: Any, width: int = 16, mask_zero: bool = True) -> Any:
 
 @case("text")
 def masked_lstm(random: np.random.RandomState) -> Ready:
+    """Zeros are at the ends of some rows."""
+    import keras
     from keras import layers
 
-    return classifier(
-        lambda x: layers.LSTM(12, dropout=0.2, recurrent_dropout=0.2)(
-            layers.Embedding(VOCABULARY, 8, mask_zero=True)(x)
-        ),
-        random,
-    )
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.LSTM(12, dropout=0.2, recurrent_dropout=0.2)(layers.Embedding(VOCABULARY, 8, mask_zero=True)(inputs))
+    return Ready(model=keras.Model(inputs, layers.Dense(CLASSES)(x)), x=tokens(random), y=classes(random))
 
 
 @case("text")

@@ -15,13 +15,6 @@ def classifier(outputs_of: Any, random: np.random.RandomState, size: int = 16) -
     return Ready(model=keras.Model(inputs, logits), x=images(random, size), y=classes(random))
 
 
-def patches_of(inputs: Any, width: int, size: int = 4) -> Any:
-    from keras import layers
-
-    x = layers.Conv2D(width, size, strides=size)(inputs)
-    return layers.Reshape((-1, width))(x)
-
-
 @case("vision")
 def augmented_convnet(random: np.random.RandomState) -> Ready:
     """Random pictures within the model, as the guide on transfer learning has them."""
@@ -75,7 +68,7 @@ def perceiver(random: np.random.RandomState) -> Ready:
             return ops.repeat(ops.expand_dims(self.latents, 0), ops.shape(x)[0], axis=0)
 
     def outputs_of(inputs: Any) -> Any:
-        x = patches_of(inputs, 12)
+        x = layers.Reshape((-1, 12))(layers.Conv2D(12, 4, strides=4)(inputs))
         latents, look = Latents()(x), layers.MultiHeadAttention(1, 12, dropout=0.1)
         for _ in range(2):
             latents = layers.LayerNormalization()(latents + look(latents, x))

@@ -4,16 +4,18 @@ import numpy as np
 
 from tests.helpers import BACKENDS, each_way, results
 
-# With torch all cases are quick; with the others, whose compilers need seconds, most are proofs.
+# With torch cases are quick; with the others, whose compilers need seconds, most are proofs.
 USUAL = {"torch": 2, "jax": 1, "tensorflow": 2}
 
+QUICKLY_ALIKE = (
+    "never_called", "called_in_training", "equal_paths", "mask_and_unused_weights", "lora", "frozen_between_fits",
+    "loss_that_draws", "own_fit", "methods_of_the_model", "data_that_draws", "task", "assigned_in_call",
+)  # fmt: skip
 ALIKE = (
-    "never_called", "session_cleared", "only_predicts", "called_in_training", "equal_paths",
-    "all_frozen", "lora", "frozen_between_fits", "frozen_by_callback", "no_scope",
-    "mask_and_unused_weights", "weight_of_the_loss", "used_from_the_second_epoch_on", "loss_that_draws",
-    "layers_of_their_own_kind", "twice", "methods_of_the_model", "own_fit", "fit_by_fit", "data_of_its_own_kind",
-    "data_that_draws", "task", "loss_whose_generator_the_model_does_not_hold", 
-    "loss_that_keeps_a_variable", "own_batch_norm", "assigned_in_call",
+    *QUICKLY_ALIKE,
+    "session_cleared", "only_predicts", "all_frozen", "frozen_by_callback", "no_scope", "weight_of_the_loss",
+    "used_from_the_second_epoch_on", "layers_of_their_own_kind", "twice", "fit_by_fit", "data_of_its_own_kind",
+    "loss_whose_generator_the_model_does_not_hold", "loss_that_keeps_a_variable", "own_batch_norm",
 )  # fmt: skip
 REFUSED = {
     "lora_without_compile": "lora_kernel_a of sequential",
@@ -27,7 +29,7 @@ REFUSED = {
     "optimizer_made_before_launch": "/iteration of sequential",
 }
 QUICK = {
-    "torch": (*ALIKE, *REFUSED),
+    "torch": (*QUICKLY_ALIKE, *REFUSED),
     "jax": ("optimizer_made_before_launch", "assigned_in_call"),
     "tensorflow": (),
 }

@@ -1,25 +1,19 @@
 """Keras' optimizers, and user-defined ones, learn the same everywhere."""
 
-import functools
 import json
 
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, results
 
 # A token that occurs twice in a batch has two gradients on TensorFlow, which are to be summed before all else.
 FEW = ("RMSprop", "SGD global_clipnorm", "SGD accumulating", "AdamW", "Counting")
 
 
-@functools.cache
-def learned(backend, fields, *names):
-    return result_of(run(PROGRAMS / "optimizers.py", backend, fields, *names, backend=backend))
-
-
 def assert_embeddings_learn_the_same(backend, fields, *names):
-    expected = learned(BACKENDS[0], "{}", *names)
-    received = learned(backend, json.dumps(fields), *names)
+    expected = results("optimizers.py", BACKENDS[0], "{}", *names)
+    received = results("optimizers.py", backend, json.dumps(fields), *names)
     assert received and received.keys() <= expected.keys()
     for name, own in received.items():
         assert own["calls"] > 0 or (name, backend) != ("Counting", "tensorflow")

@@ -1,26 +1,19 @@
 """Optuna and keras_tuner search around the runs, and within one, where all ranks see the same trials."""
 
-import importlib.util
 import json
 
 import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
-IN_SHORT = [("optuna", "inside", "torch")]  # the others are proofs
-WAYS = [
-    pytest.param(tool, place, backend, marks=[] if (tool, place, backend) in IN_SHORT else pytest.mark.proof)
-    for tool in ("optuna", "keras_tuner")
-    for place in ("around", "inside")
-    for backend in BACKENDS
-    # keras_tuner (1.4) imports it with TensorFlow.
-    if (tool, backend) != ("keras_tuner", "tensorflow") or importlib.util.find_spec("tensorboard")
-]
-
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("tool", "place", "backend"), WAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", ["around", "inside"])
+@pytest.mark.parametrize("tool", ["optuna", "keras_tuner"])
 def test_a_search(tool, place, backend, tmp_path):
+    if (tool, backend) == ("keras_tuner", "tensorflow"):
+        pytest.importorskip("tensorboard")  # which keras_tuner (1.4) imports with TensorFlow
     # keras_tuner builds a model before the first run, which on jax gets a process of its own: not one that is forked.
     warm = backend if (tool, place) != ("keras_tuner", "around") else None
     done = run(PROGRAMS / "search.py", tool, place, backend, 2, tmp_path, backend=warm, KERAS_BACKEND=backend)

@@ -278,7 +278,6 @@ ASSIGNED_ELSEWHERE = {
     "errors.py": ("sys.excepthook", "Python's own switch"),
     "portability/global_batch.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
     "portability/row_search.py": ("axes.outputs", "the kit's own"),
-    "ray.py": ("sys.path", "Python's own switch"),
     "runtime/run_state.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
     "runtime/signals.py": ("sys.unraisablehook", "Python's own switch"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),
