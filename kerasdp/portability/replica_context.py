@@ -174,7 +174,6 @@ class ReplicaContext:
         weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
             whole micro-batch, without padding, that one program computes.
-        everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
         penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss.
         adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
             that is refused.
@@ -197,7 +196,6 @@ class ReplicaContext:
     gather: Callable[[Any], Any] | None = None
     weight: float = 1.0
     gather_rows: Callable[[Any], Any] | None = None
-    everywhere: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)
     adds: Callable[[Any, Any, Any, Callable[[Any], None]], None] | None = None
     is_whole: bool = False
