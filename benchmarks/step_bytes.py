@@ -79,12 +79,11 @@ def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepB
 def _of_batch_norms(norms: list[Any], config: Config, size: int) -> dict[str, int]:
     channels = [math.prod(norm.moving_mean.shape) for norm in norms]
     if config.backend == "jax":
-        # Sums of the gradients by scale and offset are needed, and are those that the weights get.
+        if config.batch_norm == "replica":  # for the moving statistics
+            return {"statistics": size * 2 * sum(channels)}
+        # Two sums forward and four backward, of which some are those that the weights get.
         known = sum(count * (bool(norm.center) + bool(norm.scale)) for norm, count in zip(norms, channels))
-        backward = size * (2 * sum(channels) - known)
-        if config.batch_norm == "replica":
-            return {"statistics": backward + size * 2 * sum(channels)}
-        return {"statistics": backward, "gathered": size * 2 * sum(channels), "num_gatherings": len(norms)}
+        return {"statistics": size * (6 * sum(channels) - known)}
     if config.batch_norm == "replica":  # count, mean and squares, with the gradients
         return {"statistics": size * 3 * sum(channels)}
     # These forward, and two sums backward.

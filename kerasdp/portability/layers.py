@@ -57,7 +57,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     ) -> Any:
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
         is_plain = training and self.trainable and mask is None and not self.renorm
-        if is_plain and self._has_fused_kernel(inputs, context):
+        if is_plain and self._has_fused_kernel(context):
             return self._fused(inputs, context)
         # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
@@ -75,12 +75,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
             outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
         return ops.cast(outputs, self.compute_dtype)
 
-    def _has_fused_kernel(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
-        """Returns whether the backend has a fused kernel for these statistics."""
-        if keras.backend.backend() == "jax":  # where nothing is split, XLA makes of Keras' own way what it can
-            if context is None or context.everywhere is None:
-                return False
-            return inputs.shape[0] % context.num_replicas == 0
+    def _has_fused_kernel(self, context: replica_context.ReplicaContext | None) -> bool:
+        """Returns whether the backend has a fused kernel for these statistics; of Keras' own way XLA makes one."""
+        if keras.backend.backend() == "jax":
+            return False
         # With statistics of each replica, its padding is hidden from them elsewhere.
         return context is None or self.statistics == "sync" or _is_without_padding(context)
 
@@ -90,11 +88,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
             inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         together: dict[str, Any] = {}
-        if context is not None and context.everywhere is not None:
-            together = {"num_replicas": context.num_replicas}
-            if self.statistics == "sync":
-                together["everywhere"] = context.everywhere
-        elif context is not None and self.statistics == "sync":
+        if context is not None and self.statistics == "sync":
             is_padded = context.num_rows != context.rows
             together = {
                 "num_rows": context.num_rows if is_padded else None,

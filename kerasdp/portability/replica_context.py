@@ -161,7 +161,6 @@ class ReplicaContext:
         weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
             whole micro-batch, without padding, that one program computes.
-        everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
         penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss. None:
             there is no pipeline.
         found: takes what layers add and assign in a trial; None outside of one.
@@ -185,7 +184,6 @@ class ReplicaContext:
     gather: Callable[[Any], Any] | None = None
     weight: float = 1.0
     gather_rows: Callable[[Any], Any] | None = None
-    everywhere: Callable[[Any], Any] | None = None
     penalties: list[Any] | None = None
     found: Any = None
     is_own_step: bool = False

@@ -64,36 +64,11 @@ def by_tensorflow(is_own, is_image=False, groups=1):
     return [tensor.numpy() for tensor in compute(*(tf.constant(array, dtype) for array in (X, SCALE, OFFSET)))]
 
 
-def by_jax(is_own, groups=1):
-    """The statistics of all rows; with several `groups` those of the rows of each."""
-    jax = pytest.importorskip("jax")
-    from kerasdp.backends.jax.batch_norm import normalize
-
-    def outputs_of(x, scale, offset):
-        if is_own:
-            together = () if groups > 1 else (lambda statistics: statistics,)
-            outputs, *statistics = normalize(x, 1, scale, offset, EPSILON, 3, *together)
-            return outputs, statistics
-        shards = x.reshape(groups, -1, 4, 5)
-        mean = shards.mean((1, 3), keepdims=True)
-        variance = ((shards - mean) ** 2).mean((1, 3), keepdims=True)
-        outputs = (shards - mean) * jax.lax.rsqrt(variance + EPSILON) * scale[:, None] + offset[:, None]
-        return outputs.reshape(x.shape), [leaf.mean((0, 1, 3)) for leaf in (mean, variance)]
-
-    gradients = jax.grad(lambda *values: (outputs_of(*values)[0] ** 2 * WEIGHTS).sum(), (0, 1, 2))
-    second = jax.grad(lambda *values: sum((gradient**3).sum() for gradient in gradients(*values)), (0, 1, 2))
-    with jax.enable_x64():
-        values = [jax.numpy.asarray(array) for array in (X, SCALE, OFFSET)]
-        # One program: by itself each of hundreds of operations would be compiled.
-        compute = jax.jit(lambda *values: (outputs_of(*values), gradients(*values), second(*values)))
-        return [np.asarray(array) for array in jax.tree.leaves(compute(*values))]
-
-
 NATIVE = functools.partial(by_torch, is_native=True)
 
 
 @pytest.mark.short("by_torch", "compute1")
-@pytest.mark.parametrize("compute", [by_torch, NATIVE, by_tensorflow, by_jax, functools.partial(by_jax, groups=3)])
+@pytest.mark.parametrize("compute", [by_torch, NATIVE, by_tensorflow])
 def test_first_and_second_derivatives(compute):
     for own, expected in zip(compute(True), compute(False), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)

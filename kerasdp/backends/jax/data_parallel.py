@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
+from kerasdp.backends.base import DeviceBatch, StepFunctions
 from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_whole, shardings_over
 from kerasdp.backends.jax.train_step import Shards, make_step_functions
 from kerasdp.backends.steps import all_variables, held_in_words, variables_of_own_step
@@ -107,12 +107,7 @@ class DataParallel(JaxStrategy):
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes jitted train, test and predict functions, each one program on all devices."""
-
-        def everywhere(tensor: Tensor) -> Tensor:
-            return jax.lax.with_sharding_constraint(tensor, self.replicated)
-
-        several = self.num_replicas > 1
-        context = ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere) if several else None
+        context = ReplicaContext(num_replicas=self.num_replicas) if self.num_replicas > 1 else None
         shards = Shards(self.replicated, self._part_of, self.config.shard)
         return make_step_functions(model, shards, context, lambda: self.training_split)
 
