@@ -28,7 +28,8 @@ def rematerialized(block: Any) -> Any:
 
     @tf.custom_gradient
     def compute(*floats: tf.Tensor) -> Any:
-        tensors = _with(given, places, floats)
+        by_place = dict(zip(places, floats, strict=True))
+        tensors = [by_place.get(place, tensor) for place, tensor in enumerate(given)]
         first = len(tf.compat.v1.get_default_graph().get_operations())
         found[:] = block.run(tensors[: len(block.tensors)], list(zip(variables, tensors[len(block.tensors) :])))
         _refuse_others(block, variables, tensors, first)
@@ -51,13 +52,6 @@ def rematerialized(block: Any) -> Any:
 
     floats = iter(compute(*(given[place] for place in places)))
     return block.finish([next(floats) if result.dtype.is_floating else result for result in found])
-
-
-def _with(tensors: list[tf.Tensor], places: list[int], others: Any) -> list[tf.Tensor]:
-    new = list(tensors)
-    for place, other in zip(places, others, strict=True):
-        new[place] = other
-    return new
 
 
 def _is_there(upstream: Any) -> tf.Tensor:

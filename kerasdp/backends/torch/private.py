@@ -150,15 +150,14 @@ def reduce_scatter_async(tensor: torch.Tensor) -> torch.Tensor:
 def gatherings_and_sums(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
     """Returns the nodes of a captured step that begin to gather tensors, and those of `reduce_scatter_async`."""
     functional = torch.ops._c10d_functional
-    gathering, *summing = (
-        graph.find_nodes(op="call_function", target=target)
-        for target in (
-            functional.all_gather_into_tensor.default,
-            functional.all_to_all_single.default,
-            functional.reduce_scatter_tensor.default,
-        )
+
+    def calls_of(*operations: Any) -> list[Any]:
+        return [node for one in operations for node in graph.find_nodes(op="call_function", target=one.default)]
+
+    return (
+        calls_of(functional.all_gather_into_tensor),
+        calls_of(functional.all_to_all_single, functional.reduce_scatter_tensor),
     )
-    return gathering, [node for nodes in summing for node in nodes]
 
 
 def version_of(tensor: torch.Tensor) -> int:
