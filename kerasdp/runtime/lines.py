@@ -66,7 +66,7 @@ _DETERMINISTIC = "--deterministic: {line}; do without that operation, or leave -
 
 # Texts of torch 2.13, jax 0.10 and TensorFlow 2.21, the special ones first.
 _KNOWN = (
-    (r"determinis", _DETERMINISTIC),
+    (r"determinis\w* .*(implement|available|support|enabled)|not deterministic", _DETERMINISTIC),
     (r"out of memory|can't allocate memory|RESOURCE_EXHAUSTED|OOM when allocating|CUBLAS_STATUS_ALLOC_FAILED", _MEMORY),
     (r"/dev/shm|No space left on device.*nccl|nccl.*No space left on device", _SHARED_MEMORY),
     (r"no kernel image is available|CUDA_ERROR_NO_BINARY_FOR_GPU", _KERNELS),
