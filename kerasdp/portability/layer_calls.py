@@ -164,18 +164,17 @@ def _call_on_replica(
     call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a layer on this replica's rows; on all rows where what it gives, adds or keeps is of all of them."""
-    axes_known = context.row_axes
+    axes = context.row_axes
     if context.found is not None:
         return context.found.call(call, layer, context, args, kwargs)
-    # Of a micro-batch, which knows no other rows, nothing is gathered; nor within a layer that is called on all rows.
-    is_some = bool(context.replicas) and not context.is_micro_batch
-    if axes_known is None or not is_some or not axes_known.couples(layer):
+    # A micro-batch knows no other rows; within a layer that is called on all rows there are no others.
+    if axes is None or not context.replicas or context.is_micro_batch or not axes.couples(layer):
         return call(*args, **kwargs)
 
     def each(function: Callable[[Any, Any], Any], kind: str, tensors: Any) -> Any:
-        axes = _row_axes_in(kind, layer, context, tensors)
+        places = _row_axes_in(kind, layer, context, tensors)
         leaves = [
-            leaf if axis is None else function(leaf, axis) for leaf, axis in zip(keras.tree.flatten(tensors), axes)
+            leaf if axis is None else function(leaf, axis) for leaf, axis in zip(keras.tree.flatten(tensors), places)
         ]
         return keras.tree.pack_sequence_as(tensors, leaves)
 
@@ -183,7 +182,7 @@ def _call_on_replica(
     args, kwargs = each(gather, "arguments", (args, kwargs))
     with use(context.of_whole()):
         outputs = call(*args, **kwargs)
-    for variable in axes_known.keeping.get(id(layer), ()):
+    for variable in axes.keeping.get(id(layer), ()):
         is_float = "float" in keras.backend.standardize_dtype(variable.dtype)
         # Torch differentiates with what a trained weight is now.
         if context.gather is not None and is_float and not variable.trainable:
@@ -239,7 +238,7 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
                 context.found.adding.setdefault(id(adding), adding)
                 return
             _require_known(adding, context)
-    add = functools.partial(add_loss, layer)
+    add: Callable[[Any], None] = functools.partial(add_loss, layer)
     if (added := current_step().adding) is not None:
         keras_add = add
         add = lambda loss: added.append((keras_add, loss))  # noqa: E731

@@ -136,10 +136,6 @@ class RowAxes:
             )
         return known[number] if number < len(known) else known[0]
 
-    def of(self, key: Any) -> list[RowAxis | None]:
-        """Returns what is known for a key, in the order of the calls."""
-        return self._known.get(key, [])
-
     def add(self, key: Any, axis: RowAxis | None) -> None:
         """Takes where the rows are, for the next call with this key."""
         self._known.setdefault(key, []).append(axis)
