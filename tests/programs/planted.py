@@ -76,7 +76,7 @@ MODELS = {"dense": dense, "conv": conv, "text": text}
 CLEAN = [
     "wide_and_deep", "neural_forest", "graph_attention", "message_passing", "point_net", "triplets_in_compute_loss",
     "two_views_loss_function", "distillation", "branches_that_share_weights", "transfer_with_frozen_base",
-    "variational_autoencoder_add_loss", "unet_denoiser", "diffusion_in_compute_loss",
+    "unet_denoiser", "diffusion_in_compute_loss",
 ]  # fmt: skip
 
 

@@ -65,29 +65,6 @@ def two_views_loss_function(random: np.random.RandomState) -> Ready:
 
 
 @case("contrastive")
-def two_views_compute_loss(random: np.random.RandomState) -> Ready:
-    """The same in the model's compute_loss, which sees the outputs of the global batch."""
-    import keras
-    from keras import layers, ops
-
-    class Views(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.noise, self.encoder, self.projection = layers.GaussianNoise(0.2), encoder(), layers.Dense(6)
-
-        def call(self, x: Any, training: bool = False) -> Any:
-            views = [self.noise(x, training=True), x]
-            return [unit(self.projection(self.encoder(view, training=training))) for view in views]
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # noqa: ANN001, ANN201
-            similarities = ops.matmul(y_pred[0], ops.transpose(y_pred[1])) / 0.5
-            labels = ops.arange(ops.shape(similarities)[0])
-            return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True))
-
-    return Ready(model=Views(), x=images(random, 12, 1), y=classes(random), loss="mse")
-
-
-@case("contrastive")
 def distillation(random: np.random.RandomState) -> Ready:
     """A frozen teacher within the student's model; compute_loss takes both."""
     import keras

@@ -62,25 +62,6 @@ def variational_autoencoder_compute_loss(random: np.random.RandomState) -> Ready
 
 
 @case("generative")
-def variational_autoencoder_add_loss(random: np.random.RandomState) -> Ready:
-    """A layer adds the divergence to the loss of the reconstruction."""
-    import keras
-    from keras import layers, ops
-
-    class Divergence(layers.Layer):
-        def call(self, parts: Any) -> Any:
-            mean, log_variance = parts
-            self.add_loss(-0.5 * ops.mean(1 + log_variance - ops.square(mean) - ops.exp(log_variance)))
-            return parts
-
-    encoder, decoder = _encoder_and_decoder()
-    inputs = keras.Input((8, 8, 1))
-    model = keras.Model(inputs, decoder(_sampling()(Divergence()(encoder(inputs)))))
-    x = images(random, 8, 1)
-    return Ready(model=model, x=x, y=x, loss="mean_squared_error")
-
-
-@case("generative")
 def unet_denoiser(random: np.random.RandomState) -> Ready:
     """Tells the noise of a noisy image, given how much there is."""
     import keras

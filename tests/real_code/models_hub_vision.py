@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.real_code.cases import CLASSES, Ready, case, classes, images
+from tests.real_code.cases import Ready, case, classes, images
 from tests.real_code.models_hub import VOCABULARY, with_head
 
 SQUARE = {"image_shape": (32, 32, 3)}
@@ -104,38 +104,3 @@ def clip(random: np.random.RandomState) -> Ready:
         return keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
 
     return Ready(model=backbone, x=x, y={name: classes(random) for name in backbone.output}, loss=loss)
-
-
-@case("KerasHub, vision", "hub SAM")
-def sam(random: np.random.RandomState) -> Ready:
-    """Image, points, boxes and masks; its outputs are masks and how good they are."""
-    import keras
-    import keras_hub
-
-    size = 64
-    backbone = keras_hub.models.SAMBackbone(
-        image_encoder=keras_hub.models.ViTDetBackbone(
-            **{"hidden_size": 16, "num_layers": 2, "intermediate_dim": 24, "num_heads": 2, "patch_size": 16},
-            **{"global_attention_layer_indices": [1], "num_output_channels": 8, "window_size": 2},
-            image_shape=(size, size, 3),
-        ),
-        prompt_encoder=keras_hub.layers.SAMPromptEncoder(
-            hidden_size=8, image_embedding_size=(4, 4), input_image_size=(size, size), mask_in_channels=16
-        ),
-        mask_decoder=keras_hub.layers.SAMMaskDecoder(
-            **{"num_layers": 2, "hidden_size": 8, "intermediate_dim": 16, "num_heads": 2, "embedding_dim": 8},
-            **{"num_multimask_outputs": CLASSES, "iou_head_depth": 2, "iou_head_hidden_dim": 8},
-        ),
-        dtype=keras.config.floatx(),
-    )
-    x = {
-        "images": images(random, size),
-        "points": (random.rand(18, 1, 2) * size).astype("float32"),
-        "labels": np.ones((18, 1), "float32"),
-        "boxes": (random.rand(18, 1, 2, 2) * size).astype("float32"),
-        "masks": random.rand(18, 1, 16, 16, 1).astype("float32"),
-    }
-    task = keras_hub.models.SAMImageSegmenter(backbone)
-    model = keras.Model(task.input, task.output)  # it refuses fit, for want of losses
-    y = {"masks": random.rand(18, 4, 16, 16).astype("float32"), "iou_pred": random.rand(18, 4).astype("float32")}
-    return Ready(model=model, x=x, y=y, loss={"masks": "mean_squared_error", "iou_pred": "mean_squared_error"})
