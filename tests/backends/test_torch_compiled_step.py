@@ -58,9 +58,9 @@ def test_what_is_compiled_and_what_is_not():
 @pytest.mark.parametrize(
     "runs",
     [
-        [[2, "auto", False], [1, "off", False]],
+        [[1, "auto", False], [1, "off", False]],
         pytest.param(
-            [[2, "auto", True], [1, "auto", False], [1, "auto", True], [1, "off", True]], marks=pytest.mark.proof
+            [[2, "auto", True], [2, "auto", False], [1, "auto", True], [1, "off", True]], marks=pytest.mark.proof
         ),
     ],
 )
