@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
+from keras.src import backend
 
 
 def resize(
@@ -24,30 +25,54 @@ def resize(
     is_first = (choices.get("data_format") or keras.config.image_data_format()) == "channels_first"
     axes = (-2, -1) if is_first else (-3, -2)
     is_other = interpolation == "bicubic" or (interpolation == "bilinear" and kind == "float64")
-    is_cut = choices.get("crop_to_aspect_ratio") or choices.get("pad_to_aspect_ratio")
-    if is_cut or not is_other or None in [images.shape[axis] for axis in axes]:
+    crops, pads = choices.get("crop_to_aspect_ratio"), choices.get("pad_to_aspect_ratio")
+    is_usual = not (crops and pads) and not ((crops or pads) and None in [images.shape[axis] for axis in axes])
+    if not (is_usual and is_other):
         return original(images, size, interpolation, antialias, **choices)
     if not keras.backend.is_float_dtype(kind):
         resized = resize(original, ops.cast(images, "float32"), size, interpolation, antialias, **choices)
         return ops.saturate_cast(ops.round(resized), kind)
+    if crops or pads:
+        images = _of_ratio(images, size, axes, choices.get("fill_value", 0.0) if pads else None)
     for axis, length in zip(axes, size):
-        matrix = _interpolation(images.shape[axis], int(length), interpolation == "bicubic", antialias)
+        known, make = images.shape[axis], _interpolation
+        if known is None:  # what RandomCrop cuts out in a graph of TensorFlow's
+            known, make = ops.shape(images)[axis], _interpolation.__wrapped__
+        matrix = make(known, int(length), interpolation == "bicubic", antialias)
         matrix = ops.convert_to_tensor(matrix, dtype=images.dtype)  # with a type: others of NumPy become float32
         images = ops.moveaxis(ops.tensordot(images, matrix, [[axis], [1]]), -1, axis)
     return images
 
 
+def _of_ratio(images: Any, size: tuple[int, int], axes: tuple[int, int], fill_value: float | None) -> Any:
+    """Returns the middle of images that has the ratio of `size`; with `fill_value` they are padded to have it."""
+    lengths = [images.shape[axis] for axis in axes]
+    for axis, length, other, wanted, by in zip(axes, lengths, lengths[::-1], size, size[::-1]):
+        right = int(other * wanted / by)
+        if fill_value is not None and (more := max(right - length, 0) // 2):
+            widths = [(0, 0)] * len(images.shape)
+            widths[axis] = (more, more)
+            images = ops.pad(images, widths, constant_values=fill_value)
+        elif fill_value is None and right < length:
+            first = (length - max(right, 1)) // 2
+            images = images[(..., slice(first, first + max(right, 1)), *[slice(None)] * (-axis - 1))]
+    return images
+
+
 @functools.lru_cache(64)
-def _interpolation(known: int, wanted: int, is_cubic: bool, antialias: bool) -> Any:
+def _interpolation(known: Any, wanted: int, is_cubic: bool, antialias: bool) -> Any:
     """Returns the shares of known numbers in each wanted one, `(wanted, known)`, by pixels' centres."""
-    places = (np.arange(wanted) + 0.5) * known / wanted - 0.5
-    apart = np.abs(places[:, None] - np.arange(known))
-    apart = apart / max(known / wanted, 1) if antialias else apart
-    shares = np.maximum(1 - apart, 0)
+    of = np if isinstance(known, int) else ops
+    numbers = of.arange(known, dtype="float64")
+    known = known if of is np else ops.cast(known, "float64")
+    places = (of.arange(wanted, dtype="float64") + 0.5) * known / wanted - 0.5
+    apart = of.abs(places[:, None] - numbers)
+    apart = apart / of.maximum(known / wanted, 1) if antialias else apart
+    shares = of.maximum(1 - apart, 0)
     if is_cubic:
         near, far = (1.5 * apart - 2.5) * apart**2 + 1, ((2.5 - 0.5 * apart) * apart - 4) * apart + 2
-        shares = np.where(apart < 1, near, np.where(apart < 2, far, 0))
-    return shares / shares.sum(axis=1, keepdims=True)
+        shares = of.where(apart < 1, near, of.where(apart < 2, far, 0))
+    return shares / of.sum(shares, axis=1, keepdims=True)
 
 
 def affine(
@@ -65,10 +90,47 @@ def affine(
         transform: `(images, 8)`: a matrix of 3 x 3 numbers, which says where pixels come from, without the last, 1.
         interpolation: as in Keras, with all that follows.
     """
-    images = ops.convert_to_tensor(images)
-    is_wide = keras.backend.standardize_dtype(images.dtype) == "float64"
-    if not (is_wide or fill_mode == "wrap") or len(images.shape) != 4 or None in images.shape[1:]:
+    if not (_is_float64(images) or fill_mode == "wrap") or not _is_batch(images):
         return original(images, transform, interpolation, fill_mode, fill_value, data_format)
+    return _moved(images, transform, None, interpolation, fill_mode, fill_value, data_format)
+
+
+def perspective(
+    original: Callable[..., Any], images: Any, start_points: Any, end_points: Any, interpolation: str = "bilinear",
+    fill_value: float = 0, data_format: str | None = None,
+) -> Any:  # fmt: skip
+    """Returns a `perspective_transform` of float64 in float64, as on torch.
+
+    Keras (3.15.1) takes the points in float32 on TensorFlow and jax. Its function that makes a matrix of them, on each
+    backend `keras.src.backend.image.compute_homography_matrix`, is in no public module.
+    """
+    if not _is_float64(images) or not _is_batch(images) or len(start_points.shape) != 3:
+        return original(images, start_points, end_points, interpolation, fill_value, data_format)
+    transform = backend.image.compute_homography_matrix(
+        *(ops.cast(one, "float64") for one in (start_points, end_points))
+    )
+    nearer = transform[:, 6:]
+    return _moved(images, transform, nearer, interpolation, "constant", fill_value, data_format)
+
+
+def _is_float64(images: Any) -> bool:
+    return keras.backend.standardize_dtype(ops.convert_to_tensor(images).dtype) == "float64"
+
+
+def _is_batch(images: Any) -> bool:
+    return len(images.shape) == 4 and None not in images.shape[1:]
+
+
+def _moved(
+    images: Any, transform: Any, nearer: Any, interpolation: str, fill_mode: str, fill_value: float,
+    data_format: str | None,
+) -> Any:  # fmt: skip
+    """Returns images whose pixels come from the places that a matrix of 3 x 3 numbers says, the last of which is 1.
+
+    Args:
+        nearer: `(images, 2)`, the two numbers before the last; None: zeros.
+    """
+    images, is_wide = ops.convert_to_tensor(images), _is_float64(images)
     wide = "float64" if is_wide else "float32"  # by hand: `result_type` gives float32 where floats are to be narrow
     is_first = (data_format or keras.config.image_data_format()) == "channels_first"
     images = ops.transpose(images, (0, 2, 3, 1)) if is_first else images
@@ -76,6 +138,9 @@ def affine(
     numbers = ops.cast(transform, wide)[:, :, None, None]
     y, x = ops.arange(height, dtype=wide)[:, None], ops.arange(width, dtype=wide)[None]
     in_y, in_x = (numbers[:, row] * x + numbers[:, row + 1] * y + numbers[:, row + 2] for row in (3, 0))
+    if nearer is not None:
+        below = nearer[:, :1, None] * x + nearer[:, 1:, None] * y + 1
+        in_y, in_x = in_y / below, in_x / below
     moved = ops.cast(_taken(images, in_y, in_x, interpolation, fill_mode, fill_value), images.dtype)
     return ops.transpose(moved, (0, 3, 1, 2)) if is_first else moved
 

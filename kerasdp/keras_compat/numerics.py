@@ -475,6 +475,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("nn", "leaky_relu"): _leaky_relu,
         ("image", "resize"): images.resize,
         ("image", "affine_transform"): images.affine,
+        ("image", "perspective_transform"): images.perspective,
     },
     "torch": {
         ("numpy", "take"): _rows_of_table,
@@ -497,5 +498,6 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "min"): _least,
         ("numpy", "amin"): _least,
         ("nn", "leaky_relu"): _leaky_relu,
+        ("image", "perspective_transform"): images.perspective,
     },
 }

@@ -5,6 +5,7 @@ A new Keras says here, in one run, which of them have lost their effect, and whi
 
 import concurrent.futures
 import contextlib
+import itertools
 import sys
 import types
 
@@ -159,6 +160,21 @@ def test_images_are_moved_as_on_torch_and_jax(mode, kind):
         np.testing.assert_allclose(received, expected, rtol=0, atol=nearly)
 
 
+@pytest.mark.parametrize("kind", ["bilinear", "nearest"])
+def test_images_are_seen_from_another_side_as_on_torch(kind):
+    numbers = np.random.RandomState(0)
+    x, points = numbers.rand(3, 5, 7, 2), np.array([[[0.0, 0], [6, 0], [0, 4], [6, 4]]] * 3)
+    for one, layout in ((x, "channels_last"), (np.moveaxis(x, -1, 1), "channels_first")):
+        tensors = map(keras.ops.convert_to_tensor, (one, points, points + numbers.uniform(-0.9, 0.9, points.shape)))
+        given = *tensors, kind, 0.5, layout
+        expected, received = (
+            array(keras.ops.image.perspective_transform(*given)),
+            array(images.perspective(None, *given)),
+        )
+        nearly = 1e-12 if keras.backend.backend() == "torch" else 1e-5
+        np.testing.assert_allclose(received, expected, rtol=0, atol=nearly)
+
+
 @ON_TORCH
 @pytest.mark.parametrize("shape, size", [((8, 8), (5, 7)), ((8, 6), (5, 11)), ((6, 9), (13, 5))])
 def test_images_are_resized_in_float64(shape, size):
@@ -166,12 +182,13 @@ def test_images_are_resized_in_float64(shape, size):
     x = np.random.RandomState(0).rand(2, *shape, 3)
     settings.set_precision("float64")
     try:
-        for given, layout in ((x, "channels_last"), (np.moveaxis(x, -1, 1), "channels_first")):
-            for antialias in (False, True):
-                given = keras.ops.convert_to_tensor(given)
-                expected = array(keras.ops.image.resize(given, size, "bilinear", antialias, data_format=layout))
-                received = array(images.resize(None, given, size, "bilinear", antialias, data_format=layout))
-                np.testing.assert_allclose(received, expected, rtol=0, atol=1e-12)
+        ratios = {}, {"crop_to_aspect_ratio": True}, {"pad_to_aspect_ratio": True, "fill_value": 0.5}
+        layouts = (x, "channels_last"), (np.moveaxis(x, -1, 1), "channels_first")
+        for ratio, (one, layout), antialias in itertools.product(ratios, layouts, (False, True)):
+            given = keras.ops.convert_to_tensor(one), size, "bilinear", antialias
+            expected = array(keras.ops.image.resize(*given, data_format=layout, **ratio))
+            received = array(images.resize(None, *given, data_format=layout, **ratio))
+            np.testing.assert_allclose(received, expected, rtol=0, atol=1e-12)
     finally:
         settings.set_precision("float32")
 
