@@ -136,8 +136,8 @@ def test_what_is_refused(case):
     [
         (
             {"backend": "tensorflow"},
-            "there for --backend=torch and jax. Received: tensorflow, where each device holds all of the model; use "
-            "one of those, or leave it out",
+            "there for --backend=torch and jax only. Received: tensorflow; use one of those, or leave it out: each "
+            "device holds all of the model",
         ),
         ({"backend": "jax", "strategy": "tensor"}, "not together with --strategy=tensor; leave out one of them"),
         ({"backend": "jax", "num_devices": 1}, "one device holds all of the model; leave it out, or use --gpus=2"),
