@@ -29,7 +29,7 @@ FLOORS = (
 # What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and from
 # portability/, which also works outside of a run, their backend's own arithmetic, which knows nothing of the kit but
 # what lies below.
-KERNELS = ("batch_norm", "gradients", "remat", "xla")
+KERNELS = ("batch_norm", "gradients", "xla")
 FOR_KERNELS = (*KERNELS, "collectives", "private")
 
 

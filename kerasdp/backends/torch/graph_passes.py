@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kerasdp.backends.torch import collectives, remat  # noqa: F401  # define torch.ops.kerasdp
+from kerasdp.backends.torch import collectives, gradients  # noqa: F401  # define torch.ops.kerasdp
 from kerasdp.backends.torch.private import force_strides, gatherings_and_sums
 
 _aten = torch.ops.aten
