@@ -35,7 +35,8 @@ def resize(
     if crops or pads:
         images = _of_ratio(images, size, axes, choices.get("fill_value", 0.0) if pads else None)
     for axis, length in zip(axes, size):
-        known, make = images.shape[axis], _interpolation
+        known = images.shape[axis]
+        make: Callable[..., Any] = _interpolation
         if known is None:  # what RandomCrop cuts out in a graph of TensorFlow's
             known, make = ops.shape(images)[axis], _interpolation.__wrapped__
         matrix = make(known, int(length), interpolation == "bicubic", antialias)
