@@ -55,9 +55,21 @@ def residual(kind: str) -> Callable[..., Any]:
     return build
 
 
+def efficient(module: str, function_name: str, **choices: Any) -> Callable[..., Any]:
+    def build(**common: Any) -> Any:
+        import importlib
+
+        function = getattr(importlib.import_module(f"keras.src.applications.{module}"), function_name)
+        return function(default_size=32, **choices, **common)
+
+    return build
+
+
 register("VGG16", public("VGG16"))
+register("VGG19", public("VGG19"))
 register("MobileNet", public("MobileNet", alpha=0.25))
 register("MobileNetV2", public("MobileNetV2", alpha=0.35))
+register("MobileNetV3Small", public("MobileNetV3Small", alpha=0.75, minimalistic=True))
 register("MobileNetV3Large", public("MobileNetV3Large", alpha=0.75))
 register("Xception", public("Xception"), 71)
 register("InceptionV3", public("InceptionV3"), 75)
@@ -67,11 +79,8 @@ register("NASNetMobile", smaller("nasnet", "NASNet", penultimate_filters=96, num
 register("DenseNet", smaller("densenet", "DenseNet", [1, 2, 1, 1], name="densenet"))
 register("ResNet", residual("v1"))
 register("ResNetV2", residual("v2"))
-register(
-    "EfficientNet",
-    smaller("efficientnet", "EfficientNet", default_size=32, width_coefficient=0.25, depth_coefficient=0.25),
-)
-register("EfficientNetV2", smaller("efficientnet_v2", "EfficientNetV2", default_size=32, width_coefficient=0.25,
+register("EfficientNet", efficient("efficientnet", "EfficientNet", width_coefficient=0.25, depth_coefficient=0.25))
+register("EfficientNetV2", efficient("efficientnet_v2", "EfficientNetV2", width_coefficient=0.25,
                                      depth_coefficient=0.25, name="efficientnetv2-b0"))  # fmt: skip
 register("ConvNeXt", smaller("convnext", "ConvNeXt", depths=[1, 1, 1, 1], projection_dims=[8, 8, 16, 16],
                              drop_path_rate=0.1, default_size=32))  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes, images
 from tests.real_code.models_hub import BACKBONES, ENCODER, LENGTH, VOCABULARY, data_for
 from tests.real_code.models_hub_vision import BACKBONES as OF_IMAGES
-from tests.real_code.models_hub_vision import MIT, RESNET
+from tests.real_code.models_hub_vision import MIT, deeplab_backbone
 
 
 def backbone(name: str) -> Any:
@@ -17,13 +17,14 @@ def backbone(name: str) -> Any:
     return getattr(keras_hub.models, f"{name.split()[0]}Backbone")(**choices)
 
 
-def text_classifier(name: str) -> None:
+def text_classifier(name: str, **choices: Any) -> None:
     @case("KerasHub, tasks", f"task {name}TextClassifier")
     def make(random: np.random.RandomState) -> Ready:
         import keras_hub
 
-        build = getattr(keras_hub.models, f"{name}TextClassifier")
-        task = build(backbone(name), num_classes=CLASSES, preprocessor=None)
+        task = getattr(keras_hub.models, f"{name}TextClassifier")(
+            backbone(name), num_classes=CLASSES, preprocessor=None, **choices
+        )
         return Ready(model=task, x=data_for(task.input, random), y=classes(random), loss="auto")
 
 
@@ -39,30 +40,37 @@ def causal_lm(name: str) -> None:
         return Ready(model=task, x=x, y=y, loss="auto", fit={"sample_weight": weights})
 
 
-@case("KerasHub, tasks", "task BertMaskedLM")
-def masked_lm(random: np.random.RandomState) -> Ready:
-    import keras_hub
+def masked_lm(name: str) -> None:
+    @case("KerasHub, tasks", f"task {name}MaskedLM")
+    def make(random: np.random.RandomState) -> Ready:
+        import keras_hub
 
-    task = keras_hub.models.BertMaskedLM(backbone("Bert"), preprocessor=None)
-    x = data_for({key: value for key, value in task.input.items() if key != "mask_positions"}, random)
-    x["mask_positions"] = np.sort(random.randint(1, LENGTH // 2, (ROWS, 3))).astype("int32")
-    y = random.randint(1, VOCABULARY, (ROWS, 3)).astype("int32")
-    weights = (random.rand(ROWS, 3) > 0.2).astype("float32")
-    return Ready(model=task, x=x, y=y, loss="auto", fit={"sample_weight": weights})
-
-
-@case("KerasHub, tasks", "task ResNetImageClassifier")
-def image_classifier(random: np.random.RandomState) -> Ready:
-    import keras_hub
-
-    task = keras_hub.models.ResNetImageClassifier(backbone("ResNet v2"), num_classes=CLASSES, preprocessor=None)
-    return Ready(model=task, x=data_for(task.input, random), y=classes(random), loss="auto")
+        task = getattr(keras_hub.models, f"{name}MaskedLM")(backbone(name), preprocessor=None)
+        x = data_for({key: value for key, value in task.input.items() if key != "mask_positions"}, random)
+        x["mask_positions"] = np.sort(random.randint(1, LENGTH // 2, (ROWS, 3))).astype("int32")
+        y = random.randint(1, VOCABULARY, (ROWS, 3)).astype("int32")
+        weights = (random.rand(ROWS, 3) > 0.2).astype("float32")
+        return Ready(model=task, x=x, y=y, loss="auto", fit={"sample_weight": weights})
 
 
-for key in ("Bert", "DebertaV3"):
+def image_classifier(name: str, kind: str) -> None:
+    @case("KerasHub, tasks", f"task {kind}ImageClassifier")
+    def make(random: np.random.RandomState) -> Ready:
+        import keras_hub
+
+        build = getattr(keras_hub.models, f"{kind}ImageClassifier")
+        task = build(backbone(name), num_classes=CLASSES, preprocessor=None)
+        return Ready(model=task, x=data_for(task.input, random), y=classes(random), loss="auto")
+
+
+for key in ("Bert", "DistilBert", "Roberta", "Albert", "DebertaV3", "FNet"):
     text_classifier(key)
-for key in ("GPT2", "Llama"):
+for key in ("GPT2", "OPT", "Llama", "Gemma", "Bloom"):
     causal_lm(key)
+for key in ("Bert", "Roberta", "Albert"):
+    masked_lm(key)
+for key, task_name in (("ViT", "ViT"), ("ResNet v2", "ResNet"), ("MiT", "MiT"), ("EfficientNet", "EfficientNet")):
+    image_classifier(key, task_name)
 
 
 def pixels(random: np.random.RandomState) -> np.ndarray:
@@ -85,11 +93,7 @@ def bart(random: np.random.RandomState) -> Ready:
 def deeplab(random: np.random.RandomState) -> Ready:
     import keras_hub
 
-    encoder = keras_hub.models.ResNetBackbone(**RESNET | {"block_type": "basic_block"})
-    model = keras_hub.models.DeepLabV3Backbone(
-        image_encoder=encoder, spatial_pyramid_pooling_key="P3", low_level_feature_key="P2", upsampling_size=2,
-        dilation_rates=[1, 2], projection_filters=8, image_shape=(32, 32, 3),
-    )  # fmt: skip
+    model = deeplab_backbone()
     task = keras_hub.models.DeepLabV3ImageSegmenter(model, num_classes=CLASSES, preprocessor=None)
     return Ready(model=task, x=images(random), y=pixels(random), loss="auto")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes, images
+from tests.real_code.cases import CLASSES, Ready, case, classes, images
 
 
 def classifier(outputs_of: Any, random: np.random.RandomState, size: int = 16) -> Ready:
@@ -13,6 +13,26 @@ def classifier(outputs_of: Any, random: np.random.RandomState, size: int = 16) -
     inputs = keras.Input((size, size, 3))
     logits = keras.layers.Dense(CLASSES)(outputs_of(inputs))
     return Ready(model=keras.Model(inputs, logits), x=images(random, size), y=classes(random))
+
+
+def patches_of(inputs: Any, width: int, size: int = 4) -> Any:
+    from keras import layers
+
+    x = layers.Conv2D(width, size, strides=size)(inputs)
+    return layers.Reshape((-1, width))(x)
+
+
+@case("vision")
+def convnet(random: np.random.RandomState) -> Ready:
+    from keras import layers
+
+    def outputs_of(x: Any) -> Any:
+        for filters in (8, 12):
+            x = layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(x))
+            x = layers.MaxPooling2D()(layers.Dropout(0.2)(layers.Activation("relu")(x)))
+        return layers.Dropout(0.5)(layers.Flatten()(x))
+
+    return classifier(outputs_of, random)
 
 
 @case("vision")
@@ -24,6 +44,128 @@ def augmented_convnet(random: np.random.RandomState) -> Ready:
         x = layers.RandomContrast(0.2)(layers.RandomBrightness(0.2, value_range=(0, 1))(layers.RandomFlip()(x)))
         x = layers.GaussianNoise(0.1)(x)
         return layers.GlobalMaxPooling2D()(layers.Conv2D(8, 3, activation="relu")(x))
+
+    return classifier(outputs_of, random)
+
+
+@case("vision")
+def vision_transformer(random: np.random.RandomState) -> Ready:
+    import keras
+    from keras import layers, ops
+
+    class AddPositions(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.table = layers.Embedding(shape[1], shape[2])
+            self.table.build((None,))
+
+        def call(self, x: Any) -> Any:
+            return x + self.table(ops.expand_dims(ops.arange(x.shape[1]), 0))
+
+    def outputs_of(inputs: Any) -> Any:
+        x = AddPositions()(patches_of(inputs, 16))
+        for _ in range(2):
+            y = layers.LayerNormalization(epsilon=1e-6)(x)
+            x = layers.Add()([layers.MultiHeadAttention(2, 8, dropout=0.1)(y, y), x])
+            y = layers.Dense(24, activation=keras.activations.gelu)(layers.LayerNormalization(epsilon=1e-6)(x))
+            x = layers.Add()([layers.Dense(16)(layers.Dropout(0.1)(y)), x])
+        return layers.Dropout(0.5)(layers.Flatten()(layers.LayerNormalization(epsilon=1e-6)(x)))
+
+    return classifier(outputs_of, random)
+
+
+@case("vision")
+def mlp_mixer(random: np.random.RandomState) -> Ready:
+    from keras import layers
+
+    def outputs_of(inputs: Any) -> Any:
+        x = patches_of(inputs, 12)
+        for _ in range(2):
+            y = layers.Permute((2, 1))(layers.LayerNormalization()(x))
+            y = layers.Dense(16)(layers.Dropout(0.2)(layers.Dense(20, "gelu")(y)))
+            x = x + layers.Permute((2, 1))(y)
+            x = x + layers.Dense(12)(layers.Dropout(0.2)(layers.Dense(20, "gelu")(layers.LayerNormalization()(x))))
+        return layers.GlobalAveragePooling1D()(x)
+
+    return classifier(outputs_of, random)
+
+
+@case("vision")
+def conv_mixer(random: np.random.RandomState) -> Ready:
+    from keras import layers
+
+    def outputs_of(inputs: Any) -> Any:
+        x = layers.BatchNormalization()(layers.Activation("gelu")(layers.Conv2D(12, 2, strides=2)(inputs)))
+        for _ in range(2):
+            y = layers.Activation("gelu")(layers.DepthwiseConv2D(3, padding="same")(x))
+            x = x + layers.BatchNormalization()(y)
+            x = layers.BatchNormalization()(layers.Activation("gelu")(layers.Conv2D(12, 1)(x)))
+        return layers.GlobalAveragePooling2D()(x)
+
+    return classifier(outputs_of, random)
+
+
+@case("vision")
+def swin_by_hand(random: np.random.RandomState) -> Ready:
+    """Windows of 2x2 patches are folded into the batch axis; every second block shifts them."""
+    from keras import layers, ops
+
+    class WindowAttention(layers.Layer):
+        def __init__(self, width: int, window: int, shift: int):
+            super().__init__()
+            self.width, self.window, self.shift = width, window, shift
+            self.attention = layers.MultiHeadAttention(2, width // 2, dropout=0.2)
+            self.drop = layers.Dropout(0.2)
+
+        def build(self, shape: Any) -> None:
+            self.attention.build((None, self.window**2, self.width), (None, self.window**2, self.width))
+
+        def call(self, x: Any) -> Any:
+            side, window = x.shape[1], self.window
+            x = ops.roll(x, (-self.shift, -self.shift), (1, 2))
+            x = ops.reshape(x, (-1, side // window, window, side // window, window, self.width))
+            x = ops.reshape(ops.transpose(x, (0, 1, 3, 2, 4, 5)), (-1, window * window, self.width))
+            x = self.drop(self.attention(x, x))
+            x = ops.reshape(x, (-1, side // window, side // window, window, window, self.width))
+            x = ops.reshape(ops.transpose(x, (0, 1, 3, 2, 4, 5)), (-1, side, side, self.width))
+            return ops.roll(x, (self.shift, self.shift), (1, 2))
+
+    def outputs_of(inputs: Any) -> Any:
+        x = layers.Conv2D(12, 4, strides=4)(inputs)
+        for shift in (0, 1):
+            x = x + WindowAttention(12, 2, shift)(layers.LayerNormalization()(x))
+            x = x + layers.Dense(12)(layers.Dense(20, "gelu")(layers.LayerNormalization()(x)))
+        return layers.GlobalAveragePooling2D()(x)
+
+    return classifier(outputs_of, random)
+
+
+@case("vision")
+def compact_transformer(random: np.random.RandomState) -> Ready:
+    """Tokens by convolution, stochastic depth, and a pooling that weighs the tokens."""
+    import keras
+    from keras import layers, ops
+
+    class StochasticDepth(layers.Layer):
+        def __init__(self, rate: float):
+            super().__init__()
+            self.rate, self.seed_generator = rate, keras.random.SeedGenerator(1337)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if not training:
+                return x
+            keep = 1 - self.rate
+            shape = (ops.shape(x)[0],) + (1,) * (len(x.shape) - 1)
+            return x / keep * ops.floor(keep + keras.random.uniform(shape, seed=self.seed_generator))
+
+    def outputs_of(inputs: Any) -> Any:
+        x = layers.MaxPooling2D(3, 2, "same")(layers.Conv2D(12, 3, padding="same", activation="relu")(inputs))
+        x = layers.Reshape((-1, 12))(layers.AveragePooling2D(2)(x))
+        for _ in range(2):
+            y = layers.LayerNormalization(epsilon=1e-5)(x)
+            x = StochasticDepth(0.2)(layers.MultiHeadAttention(2, 12, dropout=0.1)(y, y)) + x
+            x = StochasticDepth(0.2)(layers.Dense(12)(layers.Dense(20, "gelu")(layers.LayerNormalization()(x)))) + x
+        weights = layers.Softmax(axis=1)(layers.Dense(1)(x))
+        return layers.Flatten()(layers.Dot(1)([weights, x]))
 
     return classifier(outputs_of, random)
 
@@ -68,7 +210,7 @@ def perceiver(random: np.random.RandomState) -> Ready:
             return ops.repeat(ops.expand_dims(self.latents, 0), ops.shape(x)[0], axis=0)
 
     def outputs_of(inputs: Any) -> Any:
-        x = layers.Reshape((-1, 12))(layers.Conv2D(12, 4, strides=4)(inputs))
+        x = patches_of(inputs, 12)
         latents, look = Latents()(x), layers.MultiHeadAttention(1, 12, dropout=0.1)
         for _ in range(2):
             latents = layers.LayerNormalization()(latents + look(latents, x))
@@ -89,34 +231,3 @@ def squeeze_and_excite(random: np.random.RandomState) -> Ready:
         return layers.GlobalAveragePooling2D()(layers.SpatialDropout2D(0.2)(x))
 
     return classifier(outputs_of, random)
-
-
-@case("vision")
-def video_frames_then_rnn(random: np.random.RandomState) -> Ready:
-    """The same small net for each frame, with dropout and batch norm, then a GRU over frames that may be missing."""
-    import keras
-    from keras import layers
-
-    frame = keras.Sequential([layers.Conv2D(6, 3), layers.BatchNormalization(), layers.Activation("relu"),
-                              layers.Dropout(0.2), layers.GlobalAveragePooling2D()])  # fmt: skip
-    frames, mask = keras.Input((5, 10, 10, 3)), keras.Input((5,), dtype="bool")
-    x = layers.GRU(8, return_sequences=True)(layers.TimeDistributed(frame)(frames), mask=mask)
-    logits = layers.Dense(CLASSES)(layers.Dropout(0.4)(layers.GRU(6)(x)))
-    there = np.arange(5) < random.randint(2, 6, (ROWS, 1))
-    x = [random.rand(ROWS, 5, 10, 10, 3).astype("float32"), there]
-    return Ready(model=keras.Model([frames, mask], logits), x=x, y=classes(random))
-
-
-@case("vision")
-def next_frame_conv_lstm(random: np.random.RandomState) -> Ready:
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((4, 8, 8, 1))
-    x = layers.ConvLSTM2D(4, 3, padding="same", return_sequences=True, activation="relu", dropout=0.1)(inputs)
-    x = layers.ConvLSTM2D(4, 1, padding="same", return_sequences=True)(layers.BatchNormalization()(x))
-    model = keras.Model(inputs, layers.Conv3D(1, 3, activation="sigmoid", padding="same")(x))
-    x = random.rand(ROWS, 4, 8, 8, 1).astype("float32")
-    return Ready(
-        model=model, x=x, y=(random.rand(ROWS, 4, 8, 8, 1) > 0.5).astype("float32"), loss="binary_crossentropy"
-    )

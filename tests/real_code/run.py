@@ -1,12 +1,13 @@
 """Trains the models of this folder in several ways and writes a line of JSON for each training.
 
     python -m tests.real_code.run --out=runs/real_code                        # all models, six ways
-    python -m tests.real_code.run --out=runs/real_code --precision=float64 --models=Swin,XLNet
+    python -m tests.real_code.run --out=runs/real_code --only=Swin,XLNet      # some of them again
+    python -m tests.real_code.run --out=runs/real_code --precision=float64 --ways=torch:1,torch:2
     python -m tests.real_code.run --out=runs/strangers --gallery=strangers    # those of tests/strangers, twelve ways
 
 torch:keras is Keras' own `fit` on one device; torch:2:off trains with check="off" what torch:2 refused.
-A way is a process that trains all models, one after another. What it has done it does not do again: if it dies, or a
-model takes longer than `LIMIT` seconds, the next process continues after it.
+A way is a process that trains all models, one after another. What it has done it does not do again, except for the
+names in `--only`: if it dies, or a model takes longer than `--limit` seconds, the next process continues behind it.
 """
 
 import argparse
@@ -28,7 +29,6 @@ WAYS_OF = {"real_code": WAYS, "strangers": (*WAYS, *KERAS_WAYS, *UNCHECKED_WAYS)
 OPTIMIZERS = ("sgd", "adam")
 OPTIMIZERS_OF = {"real_code": OPTIMIZERS, "strangers": ("sgd",)}
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIMIT = 900  # seconds for one training
 
 
 def results_file(out: pathlib.Path, way: str, precision: str) -> pathlib.Path:
@@ -46,12 +46,20 @@ def read_results(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the results")
+    parser.add_argument("--only", default="", help="models to train again, separated by commas")
     parser.add_argument("--models", default="", help="models to train, if they were not trained yet; all, if not given")
     parser.add_argument("--gallery", choices=WAYS_OF, default="real_code", help="the folder of the models")
+    parser.add_argument("--ways", default="", help="all of the gallery, if not given")
+    parser.add_argument("--optimizers", default="", help="all of the gallery, if not given")
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one training")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--trainings", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.ways = options.ways or ",".join(WAYS_OF[options.gallery])
+    options.optimizers = options.optimizers or ",".join(OPTIMIZERS_OF[options.gallery])
+    return options
 
 
 def main() -> None:
@@ -60,19 +68,19 @@ def main() -> None:
         run_worker(options)
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        list(pool.map(functools.partial(run_way, options), WAYS_OF[options.gallery]))
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(functools.partial(run_way, options), options.ways.split(",")))
 
 
 def run_way(options: argparse.Namespace, way: str) -> None:
     """Starts processes of one way until each training has its line."""
     path = results_file(options.out, way, options.precision)
-    wanted = [name for name in options.models.split(",") if name] or names_of_cases(options.gallery)
-    known = read_results(path)
+    wanted = [name for name in (options.only or options.models).split(",") if name] or names_of_cases(options.gallery)
+    known = {} if options.only else read_results(path)
     if way in UNCHECKED_WAYS:
         checked = read_results(results_file(options.out, way.removesuffix(":off"), options.precision))
         wanted = [name for name in wanted if any("refused" in checked.get((name, each), {}) for each in OPTIMIZERS)]
-    left = [[name, optimizer] for name in wanted for optimizer in OPTIMIZERS_OF[options.gallery]]
+    left = [[name, optimizer] for name in wanted for optimizer in options.optimizers.split(",")]
     left = [pair for pair in left if tuple(pair) not in known]
     while left:
         before = path.stat().st_size if path.exists() else 0
@@ -103,8 +111,8 @@ def supervise_worker(options: argparse.Namespace, way: str, left: list[list[str]
         try:
             while process.poll() is None:
                 time.sleep(0.2)
-                if time.time() - max(started, path.stat().st_mtime if path.exists() else 0) > LIMIT:
-                    return f"nothing happened for {LIMIT} seconds"
+                if time.time() - max(started, path.stat().st_mtime if path.exists() else 0) > options.limit:
+                    return f"nothing happened for {options.limit:.0f} seconds"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -69,15 +69,18 @@ between("keras-efficient-kan KANLinear", layer("keras_efficient_kan:KANLinear", 
 between("keras-sig SigLayer", layer("keras_sig:SigLayer", 3), series)
 between("keras-lmu LMU", lmu, series)
 between("keras-matmulless GRUMML", layer("keras_mml.layers:GRUMML", 6), series)
+between("keras-matmulless DenseMML", layer("keras_mml.layers:DenseMML", 6), rows)
 between("keras-proba projection", spectral("projection"), rows)
 between("keras-proba reparameterization", spectral("reparameterization"), rows)
 between("keras-proba DenseFlipout", layer("keras_proba.layers:DenseFlipout", 6, kl_weight=0.01), rows, True)
 between("keras-proba local reparameterization", layer("keras_proba.layers:DenseLocalReparameterization", 6), rows, True)
+between("hgq2 QDense", layer("hgq.layers:QDense", 6), rows)
 between("hgq2 QBatchNormalization", layer("hgq.layers:QBatchNormalization"), rows)
 between("hgq2 QEinsumDenseBatchnorm", layer("hgq.layers:QEinsumDenseBatchnorm", "bc,cd->bd", 6, bias_axes="d"), rows)
 between("kerex CBAM", convolutional_attention, lambda random: images(random, 8))
 between("kerex FNO2D", layer("kerex.layers:FNO2D", 4, (3, 3)), lambda random: images(random, 8))
 between("keras-complex ComplexDense", layer("complexnn:ComplexDense", 4), rows)
+between("mono-dense-keras", layer("mono_dense_keras:MonoDense", 6, activation="relu"), rows)
 between("kerasfactory experts", layer("kerasfactory.layers:TabularMoELayer", 3, 6), rows)
 between("kerasfactory distributions", layer("kerasfactory.layers:DistributionAwareEncoder"), rows, True)
 between("kerasfactory RowAttention", layer("kerasfactory.layers:RowAttention", 6), rows)
@@ -85,6 +88,8 @@ between("kerasfactory anomalies", layer("kerasfactory.layers:NumericalAnomalyDet
 between("keras-aug color", layer("keras_aug.layers.vision:ColorJitter", brightness=0.3),
         lambda random: images(random, 8), True)  # fmt: skip
 between("k3-node PairNorm", layer("k3_node.layers:PairNorm"), rows)
+between("k3-node BatchNorm", layer("k3_node.layers:BatchNorm", 6), rows)
+between("k3-node GraphNorm", layer("k3_node.layers:GraphNorm", 6), rows)
 
 
 @case(KIND, "keras-proba Gaussian process")
@@ -119,6 +124,24 @@ def discounted_precision(random: np.random.RandomState) -> Ready:
     return Ready(model=Process(), x=rows(random), y=classes(random))
 
 
+def graph(name: str, build: Callable[[], Any]) -> None:
+    """A layer of graphs gets nodes and neighbours of each sample: (rows, nodes, features), (rows, nodes, nodes)."""
+
+    @case(KIND, name)
+    def make(random: np.random.RandomState) -> Ready:
+        import keras
+
+        nodes, neighbours = keras.Input((5, 4)), keras.Input((5, 5))
+        x = keras.layers.GlobalAveragePooling1D()(build()([nodes, neighbours]))
+        model = keras.Model([nodes, neighbours], keras.layers.Dense(CLASSES)(x))
+        adjacency = (random.rand(ROWS, 5, 5) > 0.5).astype("float32")
+        return Ready(model=model, x=[series(random, 5), adjacency], y=classes(random))
+
+
+graph("spektral GCNConv", layer("spektral.layers:GCNConv", 6))
+graph("spektral GATConv", layer("spektral.layers:GATConv", 6, dropout_rate=0.0))
+
+
 @case(KIND, "keras-geometric one graph")
 def one_graph(random: np.random.RandomState) -> Ready:
     """Each row is a node of one graph, whose edges name rows of the batch."""
@@ -135,6 +158,16 @@ def one_graph(random: np.random.RandomState) -> Ready:
             return self.dense(self.convolution([x, edges]))
 
     return Ready(model=Nodes(), x=rows(random), y=classes(random))
+
+
+@case(KIND, "coral-ordinal")
+def ordinal(random: np.random.RandomState) -> Ready:
+    import coral_ordinal
+    import keras
+
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), coral_ordinal.CoralOrdinal(CLASSES)])
+    return Ready(model=model, x=rows(random), y=classes(random), loss=coral_ordinal.OrdinalCrossEntropy(CLASSES),
+                 compile={"metrics": [coral_ordinal.MeanAbsoluteErrorLabels()]})  # fmt: skip
 
 
 @case(KIND, "kerasfactory metrics")

@@ -1,5 +1,6 @@
 """Networks of packages from PyPI that people use with Keras 3, small and without weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,38 @@ from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes, images, s
 KIND = "networks of packages"
 
 
-@case(KIND, "kimm LCNet035")
-def small_convnet(random: np.random.RandomState) -> Ready:
-    import kimm.models
+def image_net(name: str, build: Callable[[], Any], size: int = 32, scale: float = 1.0, draws: bool = False) -> None:
+    @case(KIND, name, draws)
+    def make(random: np.random.RandomState) -> Ready:
+        return Ready(model=build(), x=images(random, size) * scale, y=classes(random))
 
-    model = kimm.models.LCNet035(input_shape=(32, 32, 3), include_preprocessing=False, weights=None, classes=CLASSES,
-                                 classifier_activation=None)  # fmt: skip
-    return Ready(model=model, x=images(random), y=classes(random))
+
+def kimm(name: str) -> Callable[[], Any]:
+    def build() -> Any:
+        import kimm.models
+
+        return getattr(kimm.models, name)(
+            input_shape=(32, 32, 3), include_preprocessing=False, weights=None, classes=CLASSES,
+            classifier_activation=None)  # fmt: skip
+
+    return build
+
+
+def k3im(module: str, function: str, **choices: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        import importlib
+
+        import keras
+
+        model = getattr(importlib.import_module(f"k3im.{module}"), function)(num_classes=CLASSES, **choices)
+        inputs = keras.Input((32, 32, 3))
+        return keras.Model(inputs, model(inputs))
+
+    return build
+
+
+image_net("kimm LCNet035", kimm("LCNet035"))
+image_net("k3im ConvMixer", k3im("convmixer", "ConvMixer", filters=16, depth=2))
 
 
 @case(KIND, "medicai UNet")
@@ -53,6 +79,16 @@ def fourier_operator(random: np.random.RandomState) -> Ready:
                  x=images(random, 8, 2), y=images(random, 8, 1), loss="mse")  # fmt: skip
 
 
+@case(KIND, "keras-sciml DeepONet")
+def deep_operator(random: np.random.RandomState) -> Ready:
+    """Its trunk reads the points at which all functions of the batch are asked for."""
+    from keras_sciml.models import DeepONet
+
+    model = DeepONet(latent_dim=6, mode="pointwise", branch_input_dim=5, trunk_input_dim=2, hidden_layers=1)
+    x = [random.randn(ROWS, 5).astype("float32"), random.rand(ROWS, 2).astype("float32")]
+    return Ready(model=model, x=x, y=random.randn(ROWS, 1).astype("float32"), loss="mse")
+
+
 @case(KIND, "keras-tcn TCN")
 def temporal_convolutions(random: np.random.RandomState) -> Ready:
     import keras
@@ -80,6 +116,32 @@ def mixer(random: np.random.RandomState) -> Ready:
 
     model = TSMixer(seq_len=12, pred_len=3, n_features=4, n_blocks=1, ff_dim=8, dropout=0.0)
     return Ready(model=model, x=series(random), y=series(random, 3), loss="mse")
+
+
+@case(KIND, "keras-rs two towers")
+def two_towers(random: np.random.RandomState) -> Ready:
+    """Each query against all items of the batch, less how often they are drawn."""
+    import keras
+    import keras_rs
+    from keras import ops
+
+    class Towers(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.users, self.items = keras.layers.Embedding(20, 6), keras.layers.Embedding(30, 6)
+            self.correct = keras_rs.layers.SamplingProbabilityCorrection()
+
+        def call(self, inputs: Any) -> Any:
+            return self.users(inputs["user"]), self.items(inputs["item"])
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # noqa: ANN001, ANN201
+            scores = ops.matmul(y_pred[0], ops.transpose(y_pred[1]))
+            scores = self.correct(scores, ops.full((ops.shape(scores)[0],), 1 / 30))
+            labels = ops.arange(ops.shape(scores)[0])
+            return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, scores, from_logits=True))
+
+    x = {"user": random.randint(0, 20, ROWS), "item": random.randint(0, 30, ROWS)}
+    return Ready(model=Towers(), x=x, y=np.zeros(ROWS, "float32"), loss="mse")
 
 
 @case(KIND, "keras-rs ranking")

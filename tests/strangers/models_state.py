@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes, rows, series
+from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes, images, rows, series
 
 KIND = "state"
 WIDTH = 5
@@ -45,6 +45,13 @@ def maxima(ops: Any, state: Any, x: Any) -> Any:
     return state, x / ops.stop_gradient(state)
 
 
+@keeps("scaler by running means", (2, WIDTH), "ones")
+def scaler(ops: Any, state: Any, x: Any) -> Any:
+    mean, square = ops.mean(x, axis=0), ops.mean(ops.square(x), axis=0)
+    new = 0.9 * state + 0.1 * ops.stack([mean, square])
+    return new, (x - state[0]) / ops.sqrt(ops.abs(state[1]) + 0.1)
+
+
 @keeps("averaged codebook", (4, WIDTH), "orthogonal")
 def codebook(ops: Any, state: Any, x: Any) -> Any:
     """Codes move towards the mean of the rows that chose them; a row becomes its code."""
@@ -53,6 +60,16 @@ def codebook(ops: Any, state: Any, x: Any) -> Any:
     counts = ops.sum(chosen, axis=0)[:, None]
     means = ops.matmul(ops.transpose(chosen), x) / ops.maximum(counts, 1.0)
     return ops.where(counts > 0, 0.9 * state + 0.1 * means, state), x + ops.stop_gradient(ops.matmul(chosen, state) - x)
+
+
+@keeps("k-means", (3, WIDTH), "orthogonal")
+def k_means(ops: Any, state: Any, x: Any) -> Any:
+    """Soft distances to centroids, which are the means of the rows nearest to each."""
+    distances = ops.sum(ops.square(x[:, None] - ops.stop_gradient(state)[None]), axis=-1)
+    nearest = ops.one_hot(ops.argmin(distances, axis=-1), 3, dtype=x.dtype)
+    counts = ops.sum(nearest, axis=0)[:, None]
+    means = ops.matmul(ops.transpose(nearest), x) / ops.maximum(counts, 1.0)
+    return ops.where(counts > 0, means, state), ops.softmax(-distances)
 
 
 @keeps("queue of keys", (12, WIDTH), "orthogonal")
@@ -80,6 +97,12 @@ def balanced(ops: Any, state: Any, x: Any) -> Any:
     return state + 0.1 * ops.sign(1 / WIDTH - load), x * chosen
 
 
+@keeps("hebbian traces", (WIDTH, WIDTH))
+def traces(ops: Any, state: Any, x: Any) -> Any:
+    new = 0.9 * state + 0.1 * ops.matmul(ops.transpose(x), x) / ops.cast(ops.shape(x)[0], x.dtype)
+    return new, x + 0.5 * ops.matmul(x, state)
+
+
 @keeps("last row", (WIDTH,))
 def last_row(ops: Any, state: Any, x: Any) -> Any:
     return x[-1], x - ops.stop_gradient(state)
@@ -92,6 +115,28 @@ def stateful_recurrent(random: np.random.RandomState) -> Ready:
 
     inputs = keras.Input((4, 3), batch_size=9)
     x = keras.layers.GRU(WIDTH, stateful=True)(inputs)
+    return Ready(model=keras.Model(inputs, keras.layers.Dense(CLASSES)(x)), x=series(random, 4, 3), y=classes(random))
+
+
+@case(KIND, "cell with a counter")
+def counting_cell(random: np.random.RandomState) -> Ready:
+    """A cell of one's own in keras.layers.RNN."""
+    import keras
+    from keras import ops
+
+    class Cell(keras.layers.Layer):
+        state_size = WIDTH
+
+        def build(self, input_shape: Any) -> None:
+            self.dense = keras.layers.Dense(WIDTH)
+            self.dense.build((None, input_shape[-1] + WIDTH))
+
+        def call(self, x: Any, states: Any, training: bool = False) -> Any:
+            new = ops.tanh(self.dense(ops.concatenate([x, states[0]], axis=-1)))
+            return new, [new]
+
+    inputs = keras.Input((4, 3))
+    x = keras.layers.RNN(Cell())(inputs)
     return Ready(model=keras.Model(inputs, keras.layers.Dense(CLASSES)(x)), x=series(random, 4, 3), y=classes(random))
 
 
@@ -130,12 +175,37 @@ def centre() -> Any:
     return Dino()
 
 
+@loss_case("loss that counts its steps")
+def annealed() -> Any:
+    import keras
+    from keras import ops
+
+    class Annealed(keras.losses.Loss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = keras.Variable(0.0, trainable=False)
+
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            self.steps.assign(self.steps + 1.0)
+            return ops.mean(ops.square(y_true - y_pred), axis=-1) * (1.0 + self.steps)
+
+    return Annealed()
+
+
 @loss_case("loss of the largest error")
 def largest() -> Any:
     """No mean over the rows."""
     from keras import ops
 
     return lambda y_true, y_pred: ops.max(ops.square(y_true - y_pred))
+
+
+@loss_case("errors in standard deviations")
+def deviations() -> Any:
+    """Divides by the deviation of the batch."""
+    from keras import ops
+
+    return lambda y_true, y_pred: ops.mean(ops.square((y_true - y_pred) / ops.std(y_true, axis=0)), axis=-1)
 
 
 @case(KIND, "metrics with a state of their own")
@@ -183,3 +253,23 @@ def ghost(random: np.random.RandomState) -> Ready:
     inputs = keras.Input((6,))
     x = Ghost()(keras.layers.Dense(WIDTH)(inputs))
     return Ready(model=keras.Model(inputs, keras.layers.Dense(CLASSES)(x)), x=rows(random), y=classes(random))
+
+
+@case(KIND, "batch norm by hand")
+def batch_norm(random: np.random.RandomState) -> Ready:
+    import keras
+    from keras import ops
+
+    class Norm(keras.layers.Layer):
+        def build(self, input_shape: Any) -> None:
+            self.mean = self.add_weight(shape=(input_shape[-1],), initializer="zeros", trainable=False)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            mean = ops.mean(x, axis=(0, 1, 2)) if training else self.mean
+            if training:
+                self.mean.assign(0.9 * self.mean + 0.1 * mean)
+            return x - mean
+
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.GlobalMaxPooling2D()(Norm()(keras.layers.Conv2D(4, 3)(inputs)))
+    return Ready(model=keras.Model(inputs, keras.layers.Dense(CLASSES)(x)), x=images(random, 8), y=classes(random))

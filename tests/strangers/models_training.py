@@ -63,6 +63,17 @@ def scheduling() -> Any:
     return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
 
 
+@with_callback("callback with the rate of a batch")
+def warm_up() -> Any:
+    import keras
+
+    class WarmUp(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.01 * (batch + 1)
+
+    return WarmUp()
+
+
 @with_callback("callback that draws noise")
 def noise() -> Any:
     """With NumPy's generator, of a seed."""
@@ -93,8 +104,7 @@ def stopping(random: np.random.RandomState) -> Ready:
     return Ready(model=small(), x=x, y=y, fit={"callbacks": [Stop()], "validation_data": (x, y)})
 
 
-@case(KIND, "PyDataset that shuffles itself", draws=True)
-def shuffled_batches(random: np.random.RandomState) -> Ready:
+def batches(random: np.random.RandomState, kind: str) -> Any:
     import keras
 
     x, y = rows(random), classes(random)
@@ -109,12 +119,24 @@ def shuffled_batches(random: np.random.RandomState) -> Ready:
 
         def __getitem__(self, index: int) -> Any:
             chosen = self.order[index * BATCH :][:BATCH]
-            return x[chosen], y[chosen]
+            noise = self.random.randn(BATCH, 6) if kind == "noise" else np.zeros(1)
+            return (x[chosen] + 0.1 * noise).astype("float32"), y[chosen]
 
         def on_epoch_end(self) -> None:
-            self.random.shuffle(self.order)
+            if kind == "order":
+                self.random.shuffle(self.order)
 
-    return Ready(model=small(), x=Batches())
+    return Batches()
+
+
+@case(KIND, "PyDataset that draws noise", draws=True)
+def noisy_batches(random: np.random.RandomState) -> Ready:
+    return Ready(model=small(), x=batches(random, "noise"))
+
+
+@case(KIND, "PyDataset that shuffles itself", draws=True)
+def shuffled_batches(random: np.random.RandomState) -> Ready:
+    return Ready(model=small(), x=batches(random, "order"))
 
 
 @case(KIND, "generator that draws rows")
@@ -203,18 +225,43 @@ def own_optimizer(random: np.random.RandomState) -> Ready:
     return Ready(model=small(), x=rows(random), y=classes(random), compile={"optimizer": Signs(0.01)})
 
 
-@case(KIND, "scikeras KerasClassifier")
-def wrapped(random: np.random.RandomState) -> Ready:
+def scikeras_case(name: str, wrapper: str) -> None:
+    @case(KIND, name)
+    def make(random: np.random.RandomState) -> Ready:
+        import keras
+        import scikeras.wrappers
+
+        x, y = rows(random), classes(random)
+
+        def train(record: Any) -> Any:
+            loss = "mse"
+            if wrapper == "KerasClassifier":
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            else:
+                model.pop()
+                model.add(keras.layers.Dense(1))
+            estimator = getattr(scikeras.wrappers, wrapper)(
+                model, loss=loss, optimizer=keras.optimizers.SGD(0.003), batch_size=BATCH, epochs=EPOCHS, verbose=0,
+                shuffle=False, callbacks=[record], metrics=[])  # fmt: skip
+            return estimator.fit(x, y).model_
+
+        model = small()
+        return Ready(model=model, x=x, y=y, train=train)
+
+
+scikeras_case("scikeras KerasClassifier", "KerasClassifier")
+scikeras_case("scikeras KerasRegressor", "KerasRegressor")
+
+
+@case(KIND, "compute_loss of one's own")
+def own_loss(random: np.random.RandomState) -> Ready:
+    """Keras' loss and a penalty on the outputs."""
     import keras
-    import scikeras.wrappers
 
-    x, y, model = rows(random), classes(random), small()
+    class Penalized(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # noqa: ANN001, ANN201
+            loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+            return loss + 0.01 * keras.ops.mean(keras.ops.square(y_pred))
 
-    def train(record: Any) -> Any:
-        estimator = scikeras.wrappers.KerasClassifier(
-            model, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            optimizer=keras.optimizers.SGD(0.003), batch_size=BATCH, epochs=EPOCHS, verbose=0,
-            shuffle=False, callbacks=[record], metrics=[])  # fmt: skip
-        return estimator.fit(x, y).model_
-
-    return Ready(model=model, x=x, y=y, train=train)
+    model = Penalized([keras.Input((6,)), keras.layers.Dense(CLASSES)])
+    return Ready(model=model, x=rows(random), y=classes(random))
