@@ -29,6 +29,8 @@ from kerasdp.portability.global_batch import shares_of
 from kerasdp.portability.own_steps import refuse_next_values
 from kerasdp.reporting.report import in_columns
 
+__all__ = ["Stage", "split", "table"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
