@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(words: list[str]) -> None:
     name, *rest = words or ["list"]
     recipes = {path.stem: path for path in files("recipes") if path.suffix == ".py"}
-    if name in ("list", "help", "--help", "-h"):
+    if name in ("list", "help", "--help", "-h") or (name in ("copy", "env") and {"--help", "-h"} & set(rest)):
         print(help_text())
     elif name in ("--version", "version"):
         print(f"kerasdp {kerasdp.__version__}")

@@ -28,8 +28,9 @@ def call(*words):
 def test_help_names_all_sub_commands(capsys):
     assert call() == 0
     text = capsys.readouterr().out
-    assert call("--help") == 0
-    assert capsys.readouterr().out == text
+    for words in (["--help"], ["copy", "--help"], ["env", "-h"]):
+        assert call(*words) == 0
+        assert capsys.readouterr().out == text
     assert {line.split()[0] for line in text.splitlines() if line.startswith("  ")} >= RECIPES
     assert call("--version") == 0 and capsys.readouterr().out == f"kerasdp {importlib.metadata.version('kerasdp')}\n"
 
