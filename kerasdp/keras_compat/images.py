@@ -10,6 +10,8 @@ import numpy as np
 from keras import ops
 from keras.src import backend
 
+from kerasdp.errors import UserError
+
 
 def resize(
     original: Callable[..., Any], images: Any, size: tuple[int, int], interpolation: str = "bilinear",
@@ -181,6 +183,23 @@ def _neighbours(place: Any, size: int, interpolation: str, fill_mode: str) -> li
             inside = ops.clip(index, 0, size - 1)
         neighbours.append((inside, ops.equal(inside, index), share))
     return neighbours
+
+
+def elastic_outside_of_a_program(
+    original: Callable[..., Any], images: Any, alpha: Any = 20.0, sigma: Any = 5.0, **choices: Any
+) -> Any:
+    """Refuses a RandomElasticTransform in a step of jax, where Keras (3.15.1) ends in an AttributeError of its own.
+
+    The size of its kernel is a random number, which a program that XLA compiles cannot have.
+    """
+    try:
+        int(sigma)
+    except Exception as error:
+        raise UserError(
+            "RandomElasticTransform: expected numbers to be known, of which jax compiles the step. Apply the layer in "
+            "the data (tf.data's map), or train with torch or tensorflow"
+        ) from error
+    return original(images, alpha, sigma, **choices)
 
 
 def hue_in_its_own_type(original: Callable[..., Any], layer: Any, images: Any, *ranges: Any) -> Any:

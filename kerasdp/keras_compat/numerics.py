@@ -499,5 +499,6 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "amin"): _least,
         ("nn", "leaky_relu"): _leaky_relu,
         ("image", "perspective_transform"): images.perspective,
+        ("image", "elastic_transform"): images.elastic_outside_of_a_program,
     },
 }
