@@ -20,8 +20,8 @@ OTHERS = [
     "nesterov", "plain", "decay", "clipnorm", "clipvalue", "weight_decay", "average", "accumulating", "amsgrad",
     "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "lion", "ftrl", "lamb", "muon", "adafactor",
 ]  # fmt: skip
-# Of both losses and rates, which are written for each step here, and in three runs of 4, 4 and 12 steps.
-NUM_WAITED = 2 * 20
+NUM_STEPS = 6 + 6 + 12  # three runs
+NUM_WAITED = 2 * NUM_STEPS  # of both losses and rates, which are written for each step here
 
 
 def trained(cases, **settings):
@@ -80,8 +80,9 @@ def test_copies_have_a_stream_of_their_own(quick):
     """Else they would queue behind the steps. Each batch is waited for in the thread that reads it, and its inputs and
     targets are kept for the stream of the steps; prediction has no targets.
     """
-    num_batches = (len(QUICK) + 2) * 20
-    assert quick["streams"] == {"threads": ["reading"], "awaited": [0, num_batches], "kept": [2 * num_batches - 20, 0]}
+    awaited = (len(QUICK) + 2) * NUM_STEPS
+    kept = 2 * awaited - NUM_STEPS
+    assert quick["streams"] == {"threads": ["reading"], "awaited": [0, awaited], "kept": [kept, 0]}
 
 
 STAGES = {"strategy": "pipeline", "split_size": 2}
