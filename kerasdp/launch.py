@@ -14,9 +14,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp import config
-from kerasdp.checkpoint.storage import locked_folder, require_folder
-from kerasdp.config import HANG_TIMEOUT, Config
+from kerasdp.checkpoint.storage import is_url, locked_folder, removed_if_empty, require_folder
+from kerasdp.config import CHECKPOINTS, HANG_TIMEOUT, Config
 from kerasdp.errors import (
     FIELDS_OF_FLAGS,
     RunError,
@@ -165,15 +164,19 @@ def _check_takes_runner(train: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
     """Makes the folders of a run, and keeps other runs out of them."""
-    is_owner = cluster is None or cluster.process == 0  # where several hosts share the folder
-    with (
-        config.prepared_workdir(settings.workdir, settings.resume),
-        config.locked_workdir(settings.workdir if is_owner else None, settings.resume),
-    ):
-        if settings.checkpoint_dir is not None:
-            require_folder(settings.checkpoint_dir, settings.resume)
-        with locked_folder(settings) if is_owner else contextlib.nullcontext():
-            yield
+    workdir = settings.workdir and os.path.abspath(settings.workdir)
+    place, resume = settings.checkpoint_dir, settings.resume
+    with removed_if_empty(workdir), contextlib.ExitStack() as stack:
+        if workdir is not None:
+            require_folder(workdir, resume, "workdir", CHECKPOINTS)
+        if place is not None:
+            require_folder(place, resume)
+        if cluster is None or cluster.process == 0:  # where several hosts share the folder
+            given = {"checkpoint_dir": place, "workdir": workdir}  # which may be one folder
+            local = {os.path.realpath(each): flag for flag, each in given.items() if each and not is_url(each)}
+            for folder, flag in local.items():
+                stack.enter_context(locked_folder(folder, resume, flag))
+        yield
 
 
 @contextlib.contextmanager

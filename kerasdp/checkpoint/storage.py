@@ -5,14 +5,16 @@ own. Loads neither fsspec nor NumPy until a URL is used. A folder has a lock; a 
 """
 
 import contextlib
+import fcntl
 import os
+import pathlib
 import re
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
-from kerasdp.config import Config, locked_workdir
 from kerasdp.errors import UserError, redacted
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
@@ -40,22 +42,24 @@ def folder_at(path: str | os.PathLike[str]) -> "_LocalFolder | _RemoteFolder":
     return _RemoteFolder(name) if is_url(name) else _LocalFolder(name)
 
 
-def require_folder(path: str, resume: bool) -> None:
-    """Raises `UserError` unless checkpoints can be written to a path or a URL, and none of another run are lost there.
+def require_folder(path: str, resume: bool, flag: str = "checkpoint_dir", inner: str = "") -> None:
+    """Raises `UserError` unless files can be written to a path or a URL, and no run's checkpoints are lost there.
 
     Args:
-        path: of `--checkpoint_dir`.
+        path: of a folder, which is made if there is none.
         resume: whether the run may find checkpoints there.
+        flag: that names the place.
+        inner: the folder in it that holds the checkpoints; empty: it does itself.
     """
     folder = folder_at(path)
     # The name is this process's own: others of the run, on other machines, try the same.
     probe = f".writable-{socket.gethostname()}-{os.getpid()}"
     doing = "read"
     try:
-        if not resume and any(name.startswith("step-") for name in folder.names()):
+        if not resume and any(name.startswith("step-") for name in folder_at(os.path.join(path, inner)).names()):
             raise UserError(
-                f"--checkpoint_dir: {path!r} holds the checkpoints of an earlier run; resume it (--resume), or choose "
-                "another place"
+                f"--{flag}: {path!r} holds the checkpoints of an earlier run; resume it (--resume), or choose another "
+                "place"
             )
         doing = "write into"
         with folder.writing(probe) as temporary, open(temporary, "w") as file:
@@ -64,9 +68,21 @@ def require_folder(path: str, resume: bool) -> None:
     except OSError as error:
         reason = error.strerror or redacted(str(error), path)
         raise UserError(
-            f"--checkpoint_dir: cannot {doing} {path!r} ({reason}); choose another place, or give this machine access "
-            "to it"
+            f"--{flag}: cannot {doing} {path!r} ({reason}); choose another place, or give this machine access to it"
         ) from error
+
+
+@contextlib.contextmanager
+def removed_if_empty(folder: str | None) -> Iterator[None]:
+    """Removes a folder that is made within the `with` block, and those above it, if they end empty; None: nothing."""
+    path = pathlib.Path(folder or "").absolute()
+    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
+    try:
+        yield
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):  # it holds something, or was not made
+                os.rmdir(each)
 
 
 class _LocalFolder:
@@ -205,14 +221,59 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-def locked_folder(settings: Config) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which no other run has the folder of `checkpoint_dir`, as `locked_workdir` of the workdir.
+# Seconds: a requeued job may meet the last moments of the one that it resumes.
+_WAIT_TO_RESUME = 30.0
 
-    A URL has no locks.
+
+@contextlib.contextmanager
+def locked_folder(folder: str, resume: bool = False, flag: str = "workdir") -> Iterator[None]:
+    """Keeps other runs out of a folder within the `with` block.
+
+    The system lifts the lock when this process ends, however it ends. File systems without locks (some network ones)
+    keep nobody out.
+
+    Args:
+        folder: that is there.
+        resume: whether to wait half a minute for the other run to end.
+        flag: that names the folder, for the error message.
+
+    Raises:
+        UserError: if another run has the folder; it names that run's process and host.
     """
-    place = settings.checkpoint_dir
-    if place is None or is_url(place):
-        return contextlib.nullcontext()
-    if settings.workdir is not None and os.path.realpath(place) == os.path.realpath(settings.workdir):
-        return contextlib.nullcontext()  # it is locked
-    return locked_workdir(place, settings.resume, "checkpoint_dir")
+    path, until = os.path.join(folder, ".lock"), time.monotonic() + (_WAIT_TO_RESUME if resume else 0.0)
+    while (lock := _try_to_lock(path)) is None:
+        if time.monotonic() >= until:
+            with open(path, errors="replace") as file:
+                owner = file.read(200)
+            raise UserError(
+                f"--{flag}: {folder!r} is in use by another run ({owner}); wait for its end, or choose another folder"
+            )
+        time.sleep(0.2)
+    try:
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # somebody has removed the folder
+            os.remove(path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes that were forked meanwhile
+        lock.close()
+
+
+def _try_to_lock(path: str) -> TextIO | None:
+    """Returns the file, which nobody else has locked; None if somebody has."""
+    while True:
+        lock = open(path, "a")  # noqa: SIM115 (closed by the caller)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return None
+        except OSError:  # there are no locks here
+            return lock
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+                lock.truncate(0)  # of a run that was killed
+                return lock
+        lock.close()  # a run that ended meanwhile has removed it

@@ -30,7 +30,6 @@ from kerasdp.config.choices import (
     one_of,
     parse,
 )
-from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
 
 BACKENDS = ("torch", "jax", "tensorflow")
@@ -42,6 +41,7 @@ DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images"
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 # Seconds.
 HANG_TIMEOUT = 300.0
+CHECKPOINTS = "checkpoints"  # folder in the workdir
 
 # The groups of the flags.
 DEVICES = "Backend and devices"

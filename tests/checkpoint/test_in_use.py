@@ -5,8 +5,6 @@ import os
 import pytest
 
 import kerasdp
-from kerasdp.checkpoint.storage import locked_folder
-from kerasdp.config import Config
 from kerasdp.errors import UserError
 from tests.config.test_workdir_lock import holder
 
@@ -20,8 +18,8 @@ def test_a_folder_of_checkpoints_is_locked(tmp_path):
         kerasdp.launch(print, num_devices=1, workdir=str(tmp_path / "own"), checkpoint_dir=str(place))
     other.kill()
     other.wait()
-    with locked_folder(Config(checkpoint_dir=str(place), workdir=str(tmp_path))):
-        assert os.listdir(place) == [".lock"]
+    seen = kerasdp.launch(lambda runner: os.listdir(place), num_devices=1, checkpoint_dir=str(place))
+    assert seen == [".lock"]
     assert os.listdir(place) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 from kerasdp import Config
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.files import Checkpoint
-from kerasdp.checkpoint.storage import folder_at, require_folder
+from kerasdp.checkpoint.storage import folder_at, removed_if_empty, require_folder
 from kerasdp.errors import CheckpointError, UserError
 from tests.helpers import BACKENDS, ROOT, environment, result_of, train_resumable
 
@@ -92,6 +92,7 @@ def test_a_place_that_is_new_or_of_an_earlier_run(place):
         ("ftp://127.0.0.1:1/run", None, "cannot use 'ftp://127.0.0.1:1/run' (ConnectionRefusedError: "),
         ("file:///proc/run", None, "--checkpoint_dir: cannot write into 'file:///proc/run' ("),
         ("/proc/run", None, "--checkpoint_dir: cannot write into '/proc/run' ("),
+        (f"{__file__}/run", None, "--checkpoint_dir: cannot write into '"),
     ],
 )
 def test_a_place_that_cannot_be_used(url, missing, words, monkeypatch):
@@ -101,6 +102,27 @@ def test_a_place_that_cannot_be_used(url, missing, words, monkeypatch):
         require_folder(url, resume=True)
     assert words in str(caught.value) and url in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_stays_empty_is_removed(tmp_path):
+    """With the folders that were made for it, and no others."""
+    workdir = tmp_path / "runs" / "new"
+    with pytest.raises(UserError, match="refused"), removed_if_empty(str(workdir)):
+        require_folder(str(workdir), False, "workdir", "checkpoints")
+        assert list(workdir.iterdir()) == []
+        raise UserError("refused")
+    assert list(tmp_path.iterdir()) == []
+    workdir.parent.mkdir()
+    with removed_if_empty(str(workdir)):
+        workdir.mkdir()
+    assert list(workdir.parent.iterdir()) == []
+    for _ in range(2):
+        with removed_if_empty(str(workdir)):
+            (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    assert [path.name for path in workdir.iterdir()] == ["checkpoints"]
+    (workdir / "checkpoints" / "step-00000001.safetensors").touch()
+    with pytest.raises(UserError, match="--workdir: .* holds the checkpoints of an earlier run; resume it"):
+        require_folder(str(workdir), False, "workdir", "checkpoints")
 
 
 def test_what_is_out_of_reach_is_not_corrupt(tmp_path, monkeypatch):

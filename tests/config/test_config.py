@@ -167,29 +167,3 @@ def test_the_tables_hold_what_the_config_names():
 
     for name in config.MODELS:
         assert callable(getattr(models, name))
-
-
-def test_a_workdir_that_cannot_be_written(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    below = str(file / "below")
-    with pytest.raises(UserError, match="--workdir: cannot write into"), config.prepared_workdir(below):
-        pass
-
-
-def test_a_workdir_that_stays_empty_is_removed(tmp_path):
-    """With the folders that were made for it, and no others."""
-    workdir = tmp_path / "runs" / "new"
-    with pytest.raises(UserError, match="refused"), config.prepared_workdir(str(workdir)):
-        assert list(workdir.iterdir()) == []
-        raise UserError("refused")
-    assert list(tmp_path.iterdir()) == []
-    workdir.parent.mkdir()
-    with config.prepared_workdir(str(workdir)):
-        pass
-    assert list(workdir.parent.iterdir()) == []
-    with config.prepared_workdir(str(workdir)):
-        (workdir / "report.json").touch()
-    with config.prepared_workdir(str(workdir)):
-        pass
-    assert [path.name for path in workdir.iterdir()] == ["report.json"]
