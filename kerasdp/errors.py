@@ -101,12 +101,6 @@ class UserError(RunError, ValueError):
     exit_code = 2
 
 
-class UnseenGPUsError(RunError):
-    """The machine has GPUs, and the backend sees none; what its libraries have written about it is worth reading."""
-
-    exit_code = 2
-
-
 class DeviceError(RunError):
     """A device failed: it has too little memory, another program holds it, the way to the others is closed."""
 

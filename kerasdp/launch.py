@@ -19,7 +19,6 @@ from kerasdp.config import CHECKPOINTS, HANG_TIMEOUT, Config
 from kerasdp.errors import (
     FIELDS_OF_FLAGS,
     RunError,
-    UnseenGPUsError,
     UserError,
     addressed,
     end_in_a_line,
@@ -259,23 +258,17 @@ def _native_stderr_suppressed() -> Iterator[None]:
     """Silences what a framework's native code writes to stderr at its start; Python's errors are raised as ever.
 
     TensorFlow (2.21) prints four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says, and a warning where
-    there is no GPU. The first line of a run says how many GPUs there are. Only where there should be some, and are
-    none, it is shown.
+    there is no GPU. The first line of a run says how many GPUs there are.
     """
     sys.stderr.flush()
-    in_memory = hasattr(os, "memfd_create")  # on Linux
-    kept, written = os.dup(2), os.memfd_create("stderr") if in_memory else os.open(os.devnull, os.O_WRONLY)
-    os.dup2(written, 2)
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
     try:
         yield
-    except UnseenGPUsError:
-        if in_memory:
-            os.write(kept, os.pread(written, 1 << 20, 0))
-        raise
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(written)
 
 
 class _QuietTensorFlow(importlib.abc.MetaPathFinder):

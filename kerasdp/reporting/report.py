@@ -10,7 +10,6 @@ from typing import Any
 
 from kerasdp.config import Config, versions
 from kerasdp.errors import addressed, redacted
-from kerasdp.runtime.hardware import has_tf32
 from kerasdp.runtime.run_state import RunState
 
 
@@ -119,11 +118,11 @@ def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -
 
 
 def _precision(facts: Facts) -> str:
-    """Returns the precision; of float32 by default also whether GPUs multiply in TF32, as frameworks let them."""
+    """Returns the precision; of float32 by default also that GPUs may multiply in TF32, as frameworks let them."""
     if facts.config.precision != "auto":
         return facts.config.precision
-    is_exact = facts.device_kind != "gpu" or not facts.config.may_use_tf32 or not has_tf32()
-    return "float32" if is_exact else "float32 with products in TF32 (--precision=float32: exact)"
+    is_exact = facts.device_kind != "gpu" or not facts.config.may_use_tf32
+    return "float32" if is_exact else "float32, in TF32 where the GPU has it (--precision=float32: exact)"
 
 
 def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: bool) -> str:

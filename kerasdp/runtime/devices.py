@@ -13,7 +13,7 @@ import tempfile
 import time
 
 from kerasdp.config import BACKENDS, TRACKERS, Config
-from kerasdp.errors import UnseenGPUsError, UserError
+from kerasdp.errors import UserError
 from kerasdp.runtime import hardware
 from kerasdp.runtime.ranks import Cluster
 
@@ -169,12 +169,12 @@ def choose_devices(
         sees_gpus: whether the backend may use GPUs: the user has not told it otherwise.
 
     Raises:
-        UnseenGPUsError: if NVIDIA's driver has some, and the backend sees none.
-        UserError: if there are some but fewer than asked for, or none though they were asked for.
+        UserError: if NVIDIA's driver has some, and the backend sees none; if there are some but fewer than asked for,
+            or none though they were asked for.
     """
     may_have_gpus = config.backend is not None and config.device in ("auto", "gpu") and sees_gpus
     if num_found == 0 and may_have_gpus and (why := hardware.why_unseen(str(config.backend))):
-        raise UnseenGPUsError(f"{why}; --device=cpu trains on virtual CPU devices")
+        raise UserError(f"{why}; --device=cpu trains on virtual CPU devices")
     if config.device not in ("auto", "cpu") and num_found == 0:
         raise UserError(
             f"--device={config.device}: this backend sees no {config.device.upper()}; use --device=cpu for virtual CPU "

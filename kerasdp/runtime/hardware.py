@@ -20,7 +20,6 @@ _CURES = {
     "jax": "pip install 'kerasdp[jax-cuda]'",
     "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
 }
-_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 
 
 def num_gpus(platform: str) -> int:
@@ -40,35 +39,6 @@ def num_gpus(platform: str) -> int:
             return 0
         return found.value if getattr(driver, ask)(ctypes.byref(found)) == 0 else 0
     return 0
-
-
-def has_tf32() -> bool:
-    """Returns whether the first NVIDIA GPU multiplies in TF32: since Ampere, of compute capability 8."""
-    device, major = ctypes.c_int(0), ctypes.c_int(0)
-    with contextlib.suppress(OSError, AttributeError):  # it is not installed, or a stub
-        driver = ctypes.CDLL("libcuda.so.1")
-        if not (driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)):
-            driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
-    return major.value >= 8
-
-
-def is_too_old_for(cuda: str | None) -> bool:
-    """Returns whether NVIDIA's driver does not know the CUDA that a framework is built for, as `"13.0"`.
-
-    Drivers of one major version run all its minor versions.
-    """
-    return cuda is not None and 0 < _cuda_of_driver() < int(cuda.partition(".")[0])
-
-
-def _cuda_of_driver() -> int:
-    """Returns the major version of CUDA that the driver knows; 0: none.
-
-    The driver is not started: a process that has started it may not be forked any more.
-    """
-    version = ctypes.c_int(0)
-    with contextlib.suppress(OSError, AttributeError):  # it is not installed, or a stub
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return version.value // 1000
 
 
 def why_unseen(backend: str) -> str:

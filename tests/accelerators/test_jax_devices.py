@@ -34,7 +34,7 @@ def driver(tmp_path_factory):
 def test_jax_sees_only_the_gpus_of_the_run(driver):
     seen = result_of(run(PROGRAMS / "jax_devices.py", "limit", LD_LIBRARY_PATH=driver))
     # This jax has no CUDA.
-    assert seen.pop("devices").startswith("UnseenGPUsError: NVIDIA's driver has 4 GPUs, and jax sees none: pip install")
+    assert seen.pop("devices").startswith("UserError: NVIDIA's driver has 4 GPUs, and jax sees none: pip install")
     assert seen == {
         "1": "0", "2": "0,1", "4": "all", "5": "all", "None": "all",
         "chosen": "2,3",

@@ -60,10 +60,9 @@ def test_tensorflow(choices, _, __, expected, monkeypatch):
     assert given == [expected]
 
 
-def test_the_first_line_says_it(monkeypatch):
+def test_the_first_line_says_it():
     facts = types.SimpleNamespace(device_kind="gpu", config=Config())
-    monkeypatch.setattr(report, "has_tf32", lambda: True)
-    assert report._precision(facts) == "float32 with products in TF32 (--precision=float32: exact)"
+    assert report._precision(facts) == "float32, in TF32 where the GPU has it (--precision=float32: exact)"
     facts.config = Config(deterministic=True)
     assert report._precision(facts) == "float32"
     facts.config = Config(precision="tf32")

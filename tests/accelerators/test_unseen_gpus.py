@@ -3,7 +3,7 @@
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.errors import UnseenGPUsError
+from kerasdp.errors import UserError
 from kerasdp.runtime import hardware
 from kerasdp.runtime.devices import choose_devices
 from tests.accelerators.driver import make_driver
@@ -12,11 +12,8 @@ from tests.helpers import BACKENDS, run
 # What NVIDIA's driver answers on a machine with two GPUs.
 DRIVER = """
 static int is_started = 0;
-int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuInit(unsigned flags) { is_started = 1; return 0; }
 int cuDeviceGetCount(int *count) { *count = 2; return !is_started; }
-int cuDeviceGet(int *device, int number) { *device = number; return !is_started; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return 0; }
 """
 CURES = {
     "torch": "pip uninstall torch, then pip install 'kerasdp[torch]'",
@@ -57,16 +54,6 @@ def test_who_has_told_jax_to_use_the_cpu_gets_it(driver):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_the_driver_says(driver):
-    """Which CUDA it knows is asked without starting it: processes may be forked afterwards."""
-    code = (
-        "import ctypes; from kerasdp.runtime import hardware as own; asked = own.is_too_old_for('14.0');"
-        "print(asked, ctypes.CDLL('libcuda.so.1').cuDeviceGet(ctypes.byref(ctypes.c_int()), 0), own.has_tf32(),"
-        "own.num_gpus('cuda'))"
-    )
-    assert run("-c", code, LD_LIBRARY_PATH=driver).stdout.strip() == "True 1 True 2"
-
-
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
 def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
     import torch
@@ -74,16 +61,15 @@ def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
     from kerasdp.backends.torch.devices import make_devices
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # by NVML, which knows them all the same
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(hardware, "num_gpus", lambda platform: 2)
-    monkeypatch.setattr(hardware, "_cuda_of_driver", lambda: 12)
-    with pytest.raises(UnseenGPUsError, match="has 2 GPUs, and torch sees none: .*, or update the driver"):
+    with pytest.raises(UserError, match="has 2 GPUs, and torch sees none: .*, or update the driver"):
         make_devices(Config(backend="torch"))
 
 
 def test_what_is_unseen(monkeypatch):
     monkeypatch.setattr(hardware, "num_gpus", lambda platform: 1)
-    with pytest.raises(UnseenGPUsError, match="driver has 1 GPU, and jax sees none: pip install 'kerasdp.jax-cuda.'"):
+    with pytest.raises(UserError, match="driver has 1 GPU, and jax sees none: pip install 'kerasdp.jax-cuda.'"):
         choose_devices(Config(backend="jax"), 0)
     assert choose_devices(Config(backend="jax", device="cpu"), 0).kind == "cpu"
     monkeypatch.setattr(hardware, "num_gpus", lambda platform: 0)

@@ -26,7 +26,6 @@ from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
-from kerasdp.runtime.hardware import is_too_old_for
 from kerasdp.runtime.lines import lost_process
 from kerasdp.runtime.ranks import Cluster, Processes, number_in, require_same
 from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
@@ -51,8 +50,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     Raises:
         AlreadyStartedError: if the run is this process's, and Keras makes its tensors on another kind of device.
     """
-    # It counts without CUDA, also GPUs whose driver is too old for the CUDA that this torch is built for.
-    num_found = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
+    num_found = _num_gpus()
     if cluster is not None:  # a rank, which has one device
         num_ranks = number_in(os.environ, "LOCAL_WORLD_SIZE", 1)
         if config.num_devices not in (None, num_ranks):
@@ -67,6 +65,11 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     if devices.of_process == 1 and "keras" in sys.modules and wanted != known:
         raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
     return devices
+
+
+def _num_gpus() -> int:
+    """Returns how many GPUs torch can use; a driver too old for its CUDA counts its GPUs, too."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _keras_device() -> str:
@@ -341,8 +344,7 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
 
 def describe() -> dict[str, Any]:
     """Returns the version, the devices, and the versions of the libraries of GPUs."""
-    count = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
-    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    gpus = [torch.cuda.get_device_properties(number) for number in range(_num_gpus())]
     return {
         "version": torch.__version__,
         "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],
