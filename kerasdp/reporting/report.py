@@ -1,7 +1,6 @@
 """Formats the lines that a run prints, and the content of report.json."""
 
 import dataclasses
-import functools
 import os
 import statistics
 import sys
@@ -102,7 +101,6 @@ def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
     )
 
 
-@functools.cache  # a checkpoint needs them, too
 def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -> str:
     """Formats the first line of a run: backend, devices, model, batch, learning rate, precision.
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from kerasdp.config import versions
-from kerasdp.errors import UserError, redacted
+from kerasdp.errors import UserError
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, warn
+from kerasdp.runtime.lines import first_of
 
 
 class RunFiles:
@@ -22,14 +23,12 @@ class RunFiles:
 
     Attributes:
         history: the rows of history.csv.
-        unwritten: the files that lack something, each with the reason.
     """
 
     def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
         self.workdir = workdir
         self.history = list(history or [])
-        self.unwritten: dict[str, str] = {}
         self._reported: set[str] = set()
         self._curves = Curves(self._path("curves.png"), facts.title)
         os.makedirs(workdir, exist_ok=True)
@@ -93,13 +92,10 @@ class RunFiles:
         """Says once that a file cannot be written, and lets the training continue."""
         try:
             yield
-            if name != "steps.jsonl":  # the others are written anew, and are whole then
-                self.unwritten.pop(self._path(name), None)
         except OSError as error:
-            self.unwritten[self._path(name)] = reason = str(error.strerror or error)
             if name not in self._reported:
                 self._reported.add(name)
-                warn(f"cannot write {self._path(name)} ({reason}); training continues")
+                warn(f"cannot write {self._path(name)} ({error.strerror or error}); training continues")
 
 
 def add_to_report(workdir: str, results: dict[str, Any]) -> None:
@@ -205,7 +201,7 @@ class Trackers:
                 with open(path, "w") as file:
                     json.dump(known, file)
             except Exception as error:
-                raise UserError(f"--tracker={name} cannot begin: {_first_line(error)}") from error
+                raise UserError(f"--tracker={name} cannot begin: {first_of(error)}") from error
 
     def add(self, kind: str, number: int, values: dict[str, float]) -> None:
         """Adds numbers of a step or an epoch to all.
@@ -227,7 +223,7 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # a server that is away, a full disk
                 del self._trackers[name]
-                warn(f"--tracker={name} has failed ({_first_line(error)}); training continues without it")
+                warn(f"--tracker={name} has failed ({first_of(error)}); training continues without it")
 
 
 class _Tracker(NamedTuple):
@@ -297,10 +293,6 @@ def _mlflow(facts: Facts, _: str, __: int, known: str | None) -> tuple[_Tracker,
 _BEGIN: dict[str, Callable[[Facts, str, int, str | None], tuple[_Tracker, str]]] = {
     "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow
 }  # fmt: skip
-
-
-def _first_line(error: Exception) -> str:
-    return redacted(str(error).partition("\n")[0]) or type(error).__name__
 
 
 def _ids_in(path: str) -> dict[str, str]:

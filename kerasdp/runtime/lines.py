@@ -28,6 +28,11 @@ def is_of_kit(path: str) -> bool:
     return path.startswith(_KIT)
 
 
+def first_of(error: BaseException) -> str:
+    """Returns the first line of an error's text; its class, where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def of_error(error: BaseException, num_places: int) -> str:
     """Returns an error in a line, with so many lines of the user, the innermost first."""
     # Keras (3.15) writes the arguments after the message.

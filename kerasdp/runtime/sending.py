@@ -12,6 +12,7 @@ import functools
 import importlib.machinery
 import inspect
 import io
+import itertools
 import json
 import linecache
 import mmap
@@ -28,6 +29,7 @@ from typing import Any
 import cloudpickle
 
 from kerasdp.errors import UserError
+from kerasdp.runtime.lines import first_of
 
 # Buffers of arrays from this size on travel in files; in bytes.
 _LARGE = 1 << 16
@@ -233,9 +235,7 @@ def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
     found = _find(function, set())
     name = name_of(function)
     if found is None:
-        return (
-            f"{name} cannot be sent to worker processes ({_first_line(error)}): use a function of a module or a script"
-        )
+        return f"{name} cannot be sent to worker processes ({first_of(error)}): use a function of a module or a script"
     referrer, variable, value, reason = found
     if isinstance(reason, _MadeBeforeError):
         return (
@@ -244,7 +244,7 @@ def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
         )
     return (
         f"{variable}, which {referrer} refers to, is a {type(value).__name__} and cannot be sent to worker processes "
-        f"({_first_line(reason)}): make it in {name}, or let that refer to what it is made of (numbers, arrays, paths)"
+        f"({first_of(reason)}): make it in {name}, or let that refer to what it is made of (numbers, arrays, paths)"
     )
 
 
@@ -254,11 +254,6 @@ def name_of(function: Callable[..., Any]) -> str:
         return name_of(function.func)
     name = getattr(function, "__name__", type(function).__name__)
     return "the lambda" if name == "<lambda>" else name
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the first line of an error's text; its class, where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _find(holder: Any, seen: set[int]) -> tuple[str, str, Any, Exception] | None:
@@ -324,39 +319,31 @@ def _globals_of(code: types.CodeType) -> list[str]:
 
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
-_lock = threading.Lock()
-_num_contexts = 0
-_kept: Any = None
+_lock = threading.Lock()  # several threads may start runs, as a search with several jobs does
 
 
 @contextlib.contextmanager
 def not_run_again() -> Iterator[None]:
-    """Lets processes that `multiprocessing` spawns within the context leave `__main__` as it is.
+    """Lets a process that `multiprocessing` spawns within the context leave `__main__` as it is.
 
     Before all else a spawned process runs the file of its parent's `__main__`, or the module that `__main__.__spec__`
     names, but for a package's `__main__.py`, which has no guard (CPython 3.11 to 3.14, multiprocessing/spawn.py). So
     the script gets the name of such a one.
     """
-    global _num_contexts, _kept
     main: Any = sys.modules["__main__"]
-    with _lock:  # several threads may start runs, as a search with several jobs does
-        if _num_contexts == 0:
-            _kept, main.__spec__ = getattr(main, "__spec__", None), importlib.machinery.ModuleSpec("__main__", None)
-        _num_contexts += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_contexts -= 1
-            if _num_contexts == 0:
-                main.__spec__ = _kept
+    with _lock:
+        kept, main.__spec__ = getattr(main, "__spec__", None), importlib.machinery.ModuleSpec("__main__", None)
+        try:
+            yield
+        finally:
+            main.__spec__ = kept
 
 
 def _description() -> tuple[str | None, str | None]:
     """Returns the name by which `__main__` can be imported, and its file."""
     main: Any = sys.modules["__main__"]
-    spec = _kept if _num_contexts else getattr(main, "__spec__", None)
-    return getattr(spec, "name", None), getattr(main, "__file__", None)
+    with _lock:
+        return getattr(getattr(main, "__spec__", None), "name", None), getattr(main, "__file__", None)
 
 
 def _become(described: tuple[str | None, str | None], names: dict[str, dict[str, Any]]) -> None:
@@ -384,22 +371,15 @@ def _can_be_imported(module: types.ModuleType) -> bool:
     path = getattr(module, "__file__", None) or ""
     if not path.endswith(".py") or os.path.abspath(path).startswith(_INSTALLED):
         return True  # an extension, say
-    spec = _find_module(module.__name__)
-    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(path)
-
-
-def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Returns where a new process would find a module: unlike `importlib.util.find_spec`, whatever is loaded here."""
-    parent = name.rpartition(".")[0]
-    found = _find_module(parent) if parent else None
-    if parent and found is None:
-        return None
-    places = found.submodule_search_locations if found is not None else None
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, places) if hasattr(finder, "find_spec") else None
-        if spec is not None:
-            return spec
-    return None
+    origin, places = None, None
+    # Unlike `importlib.util.find_spec`, whatever is loaded here.
+    for name in itertools.accumulate(module.__name__.split("."), "{}.{}".format):
+        found = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next(filter(None, found), None)
+        if spec is None:
+            return False
+        origin, places = spec.origin, spec.submodule_search_locations
+    return origin is not None and os.path.realpath(origin) == os.path.realpath(path)
 
 
 class SentResult:

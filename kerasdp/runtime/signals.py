@@ -24,10 +24,7 @@ INTERRUPT = signal.SIGINT
 SECONDS_OF_ONE = 2.0
 # Ctrl-C likewise, from a terminal and from a launcher; people press it again sooner.
 _SECONDS_OF_ONE_INTERRUPT = 0.3
-# A process that nobody watches, and that has not noted a signal by then, waits in native code: not for a first step to
-# be compiled, which it would save after, but for a collective that never ends, say.
-SECONDS_TO_NOTE = 600.0
-# And one that has not left by then after a second signal, which ends it at once.
+# A second signal ends the process at once; one that has not left by then waits in native code.
 _SECONDS_TO_LEAVE = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.5
 # A signal whose exception was lost is sent again so long after: into the pipe of signals goes its number with this bit.
@@ -152,21 +149,6 @@ def delayed() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Holds the signals back within the context; programs that are started there never get them, until `let_in`."""
-    kept = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
-
-
-def let_in() -> None:
-    """Lets this process get the signals again."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-
 def awaited() -> contextlib.AbstractContextManager[None]:
     """Marks a `fit` with checkpoints, which queries `noted` after each step."""
     return _within("awaited")
@@ -252,12 +234,12 @@ def _raised_again() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _arrivals(numbers: Collection[int]) -> Iterator[None]:
-    """Ends this process at a second signal; or if the main thread stays in native code, where no handler is called."""
+    """Ends this process at a second signal, also where the main thread is in native code, and no handler is called."""
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     other, _pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
-    threading.Thread(target=_watch, args=(reader, other, numbers), daemon=True, name="signals").start()
+    threading.Thread(target=_watch, args=(reader, numbers), daemon=True, name="signals").start()
     try:
         yield
     finally:
@@ -266,12 +248,8 @@ def _arrivals(numbers: Collection[int]) -> Iterator[None]:
         os.close(writer)  # with which the thread ends
 
 
-def _watch(reader: int, other: int, numbers: Collection[int]) -> None:
-    """Runs in a thread.
-
-    `numbers`: of the signals that count. `other`: a pipe of an event loop, as in a notebook, that gets all, too; -1:
-    none.
-    """
+def _watch(reader: int, numbers: Collection[int]) -> None:
+    """Runs in a thread; `numbers`: of the signals that count."""
     arrived: list[tuple[int, float]] = []  # signals, each once, with their times
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
@@ -290,9 +268,6 @@ def _watch(reader: int, other: int, numbers: Collection[int]) -> None:
                 if _context:
                     signal.pthread_kill(threading.main_thread().ident or 0, number - _AGAIN)
                 continue
-            if other != -1:
-                with contextlib.suppress(OSError):
-                    os.write(other, byte)
             if now - looked > 2 * _SECONDS_BETWEEN_LOOKS:
                 now = looked  # native code has kept the interpreter, and it came at any time since
             last = max((since for known, since in arrived if known == number), default=-SECONDS_OF_ONE)
@@ -311,8 +286,6 @@ def _ends(arrived: list[tuple[int, float]]) -> Iterator[float]:
             yield since + _SECONDS_TO_LEAVE
     elif number:
         yield since + _SECONDS_TO_LEAVE * (_context != "awaited")
-    if arrived and arrived[0][0] not in _noted and outcome.place() is None:  # else its parent kills it
-        yield arrived[0][1] + SECONDS_TO_NOTE
 
 
 def _leave(number: int) -> None:

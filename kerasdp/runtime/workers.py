@@ -6,7 +6,6 @@ import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import pickle
 import resource
@@ -108,7 +107,7 @@ def run_workers(
             places,
         )
         stack.callback(workers.kill)
-        with signals.passed_on(workers.living), not_run_again():
+        with signals.passed_on(workers.living):
             for process in workers.processes:
                 with signals.delayed():  # one whose start is cut short would run, and nobody would know of it
                     _start(process)
@@ -277,31 +276,25 @@ def _server(preload: list[str]) -> str:
             found = os.fstat(descriptor)
             outputs.append((descriptor, found.st_dev, found.st_ino))
     state = preload, variables, outputs
-    if _server_state is None:
+    is_first = _server_state is None
+    if is_first:
         multiprocessing.set_forkserver_preload(["kerasdp.runtime.of_server", *preload])
-        multiprocessing.resource_tracker.ensure_running()  # which lets SIGTERM in (Python 3.11 to 3.14)
-        try:
-            _ensure_server()
-        except OSError:  # the path of its socket, in TMPDIR, is too long (Python 3.11)
-            return "spawn"
+    try:
+        multiprocessing.forkserver.ensure_running()  # also one that has crashed
+    except OSError:  # the path of its socket, in TMPDIR, is too long (Python 3.11)
+        return "spawn"
+    if is_first:
         _server_state = state
         first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
-        with not_run_again():
-            _start(first)  # which waits for the imports
+        _start(first)  # which waits for the imports
         first.join()
-    with contextlib.suppress(OSError):
-        _ensure_server()  # one that has crashed is started again
     return "forkserver" if _server_state == state else "spawn"
-
-
-def _ensure_server() -> None:
-    with signals.held_back():  # those to a group of processes would end the server, and its workers with it
-        multiprocessing.forkserver.ensure_running()
 
 
 def _start(process: Any) -> None:
     try:
-        process.start()
+        with not_run_again():
+            process.start()
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
             f"{process.name} could not be started: the process that imports the framework for all workers has ended; "

@@ -197,7 +197,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         model = self._trained
         if learning_rate_schedule(model.optimizer) is None:
             own_rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-            (rate,) = self._strategy.processes.broadcast_from_rank0([own_rate])
+            rate, *_ = self._strategy.processes.all_gather_object(own_rate)
             if rate != own_rate:
                 model.optimizer.learning_rate = rate
 
@@ -227,12 +227,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def close(self) -> None:
         """Closes the files, also of a run that failed."""
         self.recorder.close()
-        missing = self.recorder.files.unwritten.items() if self.recorder.files else ()
-        texts = [f"{path} ({reason})" for path, reason in missing]
-        if self.checkpointer:
-            texts += filter(None, [self.checkpointer.close()])
-        if texts:
-            report.warn(f"could not be written: {'; '.join(texts)}")
+        if self.checkpointer and (missing := self.checkpointer.close()):
+            report.warn(f"could not be written: {missing}")
 
 
 def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:
