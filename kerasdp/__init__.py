@@ -56,33 +56,29 @@ _MODULES = {
     "all_rows": "kerasdp.portability.replica_context",
     "build_model": "kerasdp.models",
     "export": "kerasdp.checkpoint.trained",
+    "layers": "kerasdp.portability.layers",
     "load_backbone": "kerasdp.models",
     "load_data": "kerasdp.data.datasets",
     "load_model": "kerasdp.checkpoint.trained",
     "main": "kerasdp.cli.main",
     "make_optimizer": "kerasdp.training.optimizers",
+    "parity": "kerasdp.parity",
     "per_sample": "kerasdp.portability.global_batch",
+    "pipeline": "kerasdp.pipeline",
     "portable": "kerasdp.portability.portable",
     "portable_step": "kerasdp.portability.gradients",
     "value_and_grad": "kerasdp.portability.gradients",
 }
 
-_PACKAGES = {
-    "layers": "kerasdp.portability.layers",
-    "parity": "kerasdp.parity",
-    "pipeline": "kerasdp.pipeline",
-}
-
 _OF_HERE = ["Config", "PreemptedError", "RunError", "UserError", "launch", "local_devices"]
-__all__ = sorted([*_OF_HERE, *_MODULES, *_PACKAGES])
+__all__ = sorted([*_OF_HERE, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return _imported(_PACKAGES[name])
-    if name in _MODULES:
-        return getattr(_imported(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _imported(_MODULES[name])
+    return getattr(module, name, module)
 
 
 def _imported(name: str) -> Any:

@@ -11,11 +11,13 @@ import inspect
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp.checkpoint.storage import is_url, locked_folder, removed_if_empty, require_folder
-from kerasdp.config import CHECKPOINTS, HANG_TIMEOUT, Config
+from kerasdp.config import HANG_TIMEOUT, Config
+from kerasdp.config.config import CHECKPOINTS
 from kerasdp.errors import (
     FIELDS_OF_FLAGS,
     RunError,
@@ -63,7 +65,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         KeyboardInterrupt: after Ctrl-C, with a checkpoint of the last step; a second Ctrl-C does not wait for that.
     """
     with _explained_end(settings, changes):
-        if _is_training:
+        if _training.locked():
             raise UserError(
                 "launch: the function of another launch runs in this process; call it when that has returned"
             )
@@ -324,7 +326,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         strategy.compiling = watchdog.compiling
         runner = Runner(settings, devices, strategy, watchdog)
         one_prints = _only_prints_of(processes.rank == 0)
-        with ending_alike(processes), _training(), runner.training_function(), one_prints:
+        with ending_alike(processes), _training, runner.training_function(), one_prints:
             result = train(runner)
         if outcome.place() is None:
             return result
@@ -342,17 +344,7 @@ def _device_errors_told() -> Iterator[None]:
         raise told from error
 
 
-_is_training = False
-
-
-@contextlib.contextmanager
-def _training() -> Iterator[None]:
-    global _is_training
-    _is_training = True
-    try:
-        yield
-    finally:
-        _is_training = False
+_training = threading.Lock()  # held while `train` runs in this process
 
 
 @contextlib.contextmanager

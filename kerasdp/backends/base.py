@@ -112,10 +112,6 @@ class SingleProcess:
         """See `Processes`."""
         return [value]
 
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """See `Processes`."""
-        return values
-
     def all_reduce_max_delayed(self, number: int) -> int:
         """See `Processes`."""
         return number

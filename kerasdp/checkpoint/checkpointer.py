@@ -37,10 +37,9 @@ def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
         UserError: if none of several can be used, or a rank does not find the one of rank 0.
     """
     found = files.load_newest(folder, report.warn) if processes.rank == 0 else None
-    (step,) = processes.broadcast_from_rank0([-1.0 if found is None else found[1].state["step"]])
+    path, *_ = processes.all_gather_object(None if found is None else found[0])
     if processes.num_processes == 1:
         return found
-    path = files.path_of(folder, int(step)) if step >= 0 else None
     if processes.rank and path:
         with contextlib.suppress(CheckpointError, OSError):
             found = path, files.load(path)
@@ -290,7 +289,7 @@ class Checkpointer:
         step = self.run_state.step
         path = files.path_of(self.folder, step)
         # Not before rank 0 has written: a rank that leaves ends the others.
-        (is_saved,) = self.processes.broadcast_from_rank0([float(self.last_good == path)])
+        is_saved, *_ = self.processes.all_gather_object(self.last_good == path)
         signal = signals.noted()
         if signal is signals.INTERRUPT:
             raise KeyboardInterrupt

@@ -9,7 +9,7 @@ import keras
 
 from kerasdp.checkpoint import files, state
 from kerasdp.checkpoint.storage import is_url
-from kerasdp.config import CHECKPOINTS
+from kerasdp.config.config import CHECKPOINTS
 from kerasdp.errors import CheckpointError, UserError
 from kerasdp.keras_compat.layers import saved_merged
 from kerasdp.keras_compat.saving import (

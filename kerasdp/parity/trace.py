@@ -148,7 +148,7 @@ def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
     initial: dict[str, np.ndarray] = {}
     begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(values_of(model.variables)))
     observer = Observer(Detail.EVERYTHING if is_detailed else Detail.SUMMARY)
-    runner.state.observe(observer)
+    runner.state.observer = observer
     history = runner.fit(
         model,
         x,

@@ -7,9 +7,7 @@ import importlib.util
 import json
 import os
 import platform
-import stat
 import sys
-import tempfile
 import time
 
 from kerasdp.config import BACKENDS, TRACKERS, Config
@@ -44,11 +42,6 @@ class Devices:
     count: int
     reason: str = ""
     cluster: Cluster | None = None
-
-    @property
-    def of_process(self) -> int:
-        """Returns how many of them belong to each process that was started: equally many."""
-        return self.count // (self.cluster.num_processes if self.cluster else 1)
 
     @property
     def is_accelerator(self) -> bool:
@@ -218,25 +211,8 @@ def cache_folder(name: str) -> str | None:
         os.chmod(folder, 0o700)
     except OSError:
         return None
-    if not os.access(folder, os.W_OK):
-        return None
     _shrink(folder)
     return folder
-
-
-def private_folder() -> str:
-    """Returns this user's folder of temporary files, which nobody else can enter.
-
-    Raises:
-        UserError: if another user has made a folder of that name.
-    """
-    path = os.path.join(tempfile.gettempdir(), f"kerasdp-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UserError(f"expected {path} to be a folder of this user alone (mode 0700); remove it, or set TMPDIR")
-    return path
 
 
 def _shrink(folder: str) -> None:

@@ -118,9 +118,6 @@ class Processes(Protocol):
     def all_gather_object(self, value: T) -> list[T]:
         """Returns what each process has, in the order of the ranks."""
 
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """Returns the values of rank 0."""
-
     def all_reduce_max_delayed(self, number: int) -> int:
         """Returns the maximum over the ranks of the numbers of the call before this one, so that nobody waits."""
 

@@ -57,7 +57,7 @@ class RunState:
     It lives as long as a `Runner`, whose step functions are kept from one `fit` to the next; `begin_fit` resets it.
 
     Attributes:
-        observer: records the steps, if there is one.
+        observer: records the steps from when it is set, if there is one.
         evaluated: by the running call of `fit`, `evaluate` or `predict`; None: nothing.
         step: updates made.
         first_step: those of the run that is resumed.
@@ -225,10 +225,6 @@ class RunState:
     def detail(self) -> Detail:
         """Returns how much the next step is to record."""
         return Detail.NOTHING if self.observer is None else self.observer.detail
-
-    def observe(self, observer: StepObserver | None) -> None:
-        """Lets an observer record the steps from now on; None: nobody."""
-        self.observer = observer
 
     def add_listener(self, listener: StepListener) -> None:
         """Calls `listener(loss, learning_rate, num_rows)` after each step from now on."""

@@ -126,12 +126,12 @@ def test_observer_and_listeners_hear_of_a_step_when_it_is_counted():
         heard.append((state.step, loss, learning_rate, num_rows))
 
     assert state.detail == Detail.NOTHING
-    state.observe(Observer())
+    state.observer = Observer()
     assert state.detail == Detail.SUMMARY
     state.add_listener(listen)
     steps(state, 1)
     assert heard == [("observer", 0.5, {}), (1, 0.5, 0.1, 4)]
-    state.observe(None)
+    state.observer = None
     state.remove_listener(listen)
     state.remove_listener(listen)  # nothing to do
     steps(state, 1)

@@ -21,7 +21,7 @@ WORDS = {
     # Comparing two trainings.
     r"parts? from|parting|[Pp]artings?|(two|runs|trainings) part": "diverge, divergent, divergence",
     # Processes.
-    r"everyones|\w*agree(?=\()|_agree\w*": "all_gather_object, broadcast_from_rank0",
+    r"everyones|\w*agree(?=\()|_agree\w*": "all_gather_object",
     r"highest_lately|the most urgent( wish)?": "all_reduce_max_delayed, the maximum over the ranks",
     r"sent_sum\w*|received_sum\w*": "all_reduce_async, wait",
     r"_tell|tell one another": "exchange",

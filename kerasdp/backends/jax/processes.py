@@ -176,10 +176,6 @@ class JaxProcesses:
         """See `Processes`."""
         return self._take("gather", self._give("gather", value))
 
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """See `Processes`."""
-        return self.all_gather_object(values if self.rank == 0 else [])[0]
-
     def all_reduce_max_delayed(self, number: int) -> int:
         """See `Processes`."""
         current = self._give("delayed", number)

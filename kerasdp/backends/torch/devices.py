@@ -1,11 +1,13 @@
 """PyTorch: the devices of a run, a process each: chosen, started, joined, and given data."""
 
 import collections
+import functools
 import hashlib
 import os
 import secrets
 import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,7 +27,7 @@ from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, private_folder
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.runtime.lines import lost_process
 from kerasdp.runtime.ranks import Cluster, Processes, number_in, require_same
 from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
@@ -62,7 +64,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         num_found = min(num_found, 1)
     devices = choose_devices(config, num_found, cluster=cluster, is_rank=cluster is not None)
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
-    if devices.of_process == 1 and "keras" in sys.modules and wanted != known:
+    if (cluster or devices.count == 1) and "keras" in sys.modules and wanted != known:
         raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
     return devices
 
@@ -86,7 +88,7 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
         # One for all ranks, which compile the same at the same moment: Inductor (2.13) renames finished files into
         # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
         # By itself it takes, and runs what is in, a folder of /tmp whose name and maker may be anybody's.
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder("torch") or os.path.join(private_folder(), "inductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder("torch") or _folder_of_run()
     is_gpu = devices.kind == "gpu"
     os.environ["KERAS_TORCH_DEVICE"] = _KERAS_DEVICES[devices.kind]  # see `_keras_device`
     if not is_gpu:
@@ -99,6 +101,17 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
     # The fastest convolutions by trial, of each shape: not the same ones in each start.
     torch.backends.cudnn.benchmark = not config.deterministic
     return device
+
+
+@functools.cache  # it is there for as long as the process
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True)
+
+
+def _folder_of_run() -> str:
+    """Returns a folder that ends with the run, and that nobody else can enter."""
+    worker = outcome.place()
+    return _temporary_folder().name if worker is None else worker.folder
 
 
 def _make_deterministic() -> None:

@@ -49,16 +49,10 @@ class GlooProcesses:
 
     def all_gather_object(self, value: T) -> list[T]:
         """See `Processes`."""
-        own = _bytes_of(value)
-        padded = torch.zeros(self._begin_maximum(_OBJECT, len(own))(), dtype=torch.uint8, device="cpu")
-        padded[: len(own)] = own
-        gathered = padded.new_empty(self.num_processes * len(padded))
-        dist.all_gather_single(gathered, padded, group=self._group)
-        return [_value_of(row) for row in gathered.view(self.num_processes, -1)]
-
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """See `Processes`."""
-        return self.all_gather_object(values)[0]
+        self._begin_maximum(_OBJECT, 0)()
+        found: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def all_reduce_max_delayed(self, number: int) -> int:
         """See `Processes`."""
