@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,20 +83,16 @@ def live_figures() -> Iterator[None]:
 def _watch(folder: str, end: threading.Event) -> None:
     from IPython.display import Image, display
 
-    shown: dict[str, tuple[int, Any]] = {}  # file: when it was written, and the handle of its figure
+    shown: dict[str, int] = {}  # files, each with the time when it was written
     is_last = False
     while not is_last:
         is_last = end.wait(_SECONDS_BETWEEN_LOOKS)  # then a last look
         for name in sorted(name for name in os.listdir(folder) if name.endswith(".png")):
             path = os.path.join(folder, name)
             written = os.stat(path).st_mtime_ns
-            if name in shown and shown[name][0] == written:
+            if shown.get(name) == written:
                 continue
             with open(path, "rb") as file:
                 picture = Image(data=file.read(), format="png", width=620)
-            if name in shown:
-                handle = shown[name][1]
-                handle.update(picture)
-            else:
-                handle = display(picture, display_id=True)
-            shown[name] = (written, handle)
+            display(picture, display_id=path, update=name in shown)
+            shown[name] = written
