@@ -12,6 +12,7 @@ layers get them. Copy this file into your project, and text.py beside it.
 """
 
 import functools
+import json
 import math
 import os
 import pathlib
@@ -80,7 +81,9 @@ def train(runner: "kerasdp.Runner", rank: int, weights: str | None, preset: str 
     trained = sum(math.prod(weight.shape) for weight in model.trainable_weights)
     say(f"{trained:,} of {model.count_params():,} weights train")
     before, after = fit(runner, model, *data, epochs=config.epochs)
-    runner.add_to_report(before=before, after=after)
+    if runner.is_chief:
+        with open(os.path.join(config.workdir, "evaluation.json"), "w") as file:
+            json.dump({"before": before, "after": after}, file, indent=2)
     say("held out: " + ", ".join(f"{name} {value:.4g} -> {after[name]:.4g}" for name, value in before.items()))
     kerasdp.export(model, os.path.join(config.workdir, "model.keras"))
 

@@ -98,20 +98,6 @@ class RunFiles:
                 warn(f"cannot write {self._path(name)} ({error.strerror or error}); training continues")
 
 
-def add_to_report(workdir: str, results: dict[str, Any]) -> None:
-    """Adds results to the report.json of a run that has ended; a full disk does not end the program."""
-    path = os.path.join(workdir, "report.json")
-    try:
-        with open(path) as file:
-            known = json.load(file)
-        with open(f"{path}.tmp", "w") as file:
-            json.dump(known | results, file, indent=2)
-            file.write("\n")
-        os.replace(f"{path}.tmp", path)
-    except (OSError, ValueError) as error:
-        warn(f"cannot write {path} ({getattr(error, 'strerror', None) or error})")
-
-
 def _lines_until(last_step: int, path: str) -> list[str]:
     """Returns the lines of steps.jsonl up to a step; a run that was killed may have left half of one."""
     kept = []

@@ -31,7 +31,6 @@ from kerasdp.portability import initial_weights
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.row_search import row_axes_of
 from kerasdp.reporting.report import Facts, say, size, warn
-from kerasdp.reporting.run_files import add_to_report
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Evaluated, RunState, is_made_of_choices
@@ -254,12 +253,6 @@ class Runner:
             )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
-
-    def add_to_report(self, **results: Any) -> None:
-        """Adds results, which JSON can hold, to the report.json of the last `fit`; rank 0 writes."""
-        folder = self.config.folder_of_fit(self.num_fits)
-        if self.is_chief and folder is not None:
-            add_to_report(folder, results)
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:

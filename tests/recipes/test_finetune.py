@@ -163,7 +163,7 @@ def test_the_model_of_the_recipe(tmp_path):
     losses = [losses_in(tmp_path / name / "fit-2") for name in ("run", "straight")]
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert "held out: accuracy" in straight.stdout
-    report = json.loads((tmp_path / "run" / "fit-2" / "report.json").read_text())
+    report = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert report["after"]["loss"] < report["before"]["loss"]
     plain = keras.saving.load_model(tmp_path / "run" / "model.keras")
     assert plain.count_params() == 495_360 and not [one.path for one in plain.variables if "lora" in one.path]
