@@ -70,7 +70,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
 
 
 def _num_gpus() -> int:
-    """Returns how many GPUs torch can use; a driver too old for its CUDA counts its GPUs, too."""
+    """Returns how many GPUs torch can use: `device_count` also counts those of a driver too old for its CUDA."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
