@@ -35,19 +35,6 @@ def test_a_wrong_choice_is_one_line(changes, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"backend": "torch"},
-        {},  # which backend is to be is not known yet
-        {"split_size": 4},
-        {"num_devices": 4, "cut_at": "a", "batch_size": 2},
-    ],
-)
-def test_a_right_one_is_taken(changes):
-    pipeline(**changes)
-
-
 @pytest.mark.parametrize("strategy", ["data", "tensor"])
 @pytest.mark.parametrize("changes", [{"cut_at": "a"}, {"split_size": 4}])
 def test_a_flag_without_effect_is_refused(strategy, changes):

@@ -104,12 +104,3 @@ def test_a_pipeline_resumes_on_another_backend(new, undisturbed, tmp_path):
         assert result == whole
         assert files_of_run(tmp_path / "run") == whole_files
     np.testing.assert_allclose(files_of_run(tmp_path / "run")[0], whole_files[0], rtol=1e-3)
-
-
-@pytest.mark.proof  # that a rank is killed, test_failures.py has
-def test_a_stage_that_is_killed_ends_the_run(undisturbed, tmp_path):
-    done = train_resumable(tmp_path / "run", "torch", 2, trouble="kill", at_step=17, checkpoint_every="5", **STAGES)
-    assert done.returncode == 1
-    assert "rank 1 was ended by SIGKILL" in done.stderr
-    resumed = result_of(train_resumable(tmp_path / "run", "torch", 2, resume=True, **STAGES))
-    assert resumed["weights"] == undisturbed[0]["weights"]

@@ -60,12 +60,6 @@ def test_a_plan():
     assert str(plan(net(), split_size=5)).endswith("micro-batches of 5")
 
 
-def test_where_it_is_cut():
-    made = plan(net(), 3, cut_at="layer0, layer2")
-    assert [stage.layers[-1] for stage in made.stages] == ["layer0", "layer2", "layer3"]
-    assert plan(net(), batch_size=64).size == 16  # two a stage
-
-
 class OwnTrainStep(keras.Model):
     def train_step(self, *args):
         return super().train_step(*args)
@@ -115,11 +109,6 @@ def float8():
 def test_what_is_refused(make, words):
     with pytest.raises(UserError, match=words):
         plan(make())
-
-
-def test_stages_and_devices_that_do_not_go_together():
-    with pytest.raises(UserError, match="--gpus: expected a multiple of the 2 stages"):
-        plan(net(), 3, cut_at="layer1")
 
 
 def of_inputs(structure):
@@ -209,22 +198,6 @@ def two_outputs(**losses):
 
 
 UNEVEN = MicroBatches(num_rows=10, size=4)
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: with_loss("mse"),
-        lambda: with_loss(keras.losses.MeanAbsoluteError(reduction="mean")),
-        lambda: two_outputs(kind="mse", size="mae"),
-        lambda: two_outputs(kind="mse", size=keras.losses.MeanAbsoluteError(reduction="mean")),
-    ],
-)
-def test_means_count_by_rows(make, is_weighted):
-    shares = UNEVEN.shares(make(), is_weighted=is_weighted)
-    assert shares == pytest.approx([0.4, 0.4, 0.2])
-    assert sum(shares) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
