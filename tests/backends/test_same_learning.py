@@ -120,16 +120,10 @@ def test_float8(pair):
 
 @in_each_way("random_layers")
 def test_dropout_masks_are_bit_equal(pair):
-    expected, received = (result["masks"] for result in pair)
+    expected, received = pair
     assert received == expected
     for (_, dropped), rate in zip(expected.values(), (1 - 0.7 * 0.7, 0.5, 1 - 0.7 * 0.6), strict=True):
         assert abs(dropped - rate) < 0.2  # of only 72 independent numbers, or fewer
-
-
-@in_each_way("random_layers")
-def test_learning_through_random_layers(pair):
-    expected, received = (result["losses"] for result in pair)
-    assert_same(expected, received, 1e-5)
 
 
 @in_each_way("callbacks")

@@ -49,19 +49,6 @@ class LastOutputs(keras.metrics.Metric):
         pass
 
 
-class Jitter(keras.layers.Layer):
-    """A user-defined layer that draws with keras.random."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = keras.random.SeedGenerator()
-
-    def call(self, inputs, training=False):
-        if not training:
-            return inputs
-        return inputs + keras.random.truncated_normal(ops.shape(inputs), stddev=0.1, seed=self.numbers)
-
-
 class StepLosses(keras.callbacks.Callback):
     """The loss of each step: Keras' logs hold the mean of the epoch so far."""
 

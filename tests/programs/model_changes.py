@@ -72,35 +72,6 @@ def unfrozen_without_compile(runner):
 
 
 @case
-def no_scope(runner):
-    """Model, optimizer and metric made outside of `runner.scope()`, as in most scripts."""
-    import keras
-
-    optimizer = keras.optimizers.Adam(0.01)
-    model = mlp()
-    model.compile(
-        optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy()],
-    )
-    return fit(runner, model) + sums(model)
-
-
-@case
-def twice(runner):
-    """The same model twice, with a `compile` between, then another model."""
-    import keras
-
-    model = make(runner, mlp)
-    losses = fit(runner, model) + fit(runner, model)
-    with runner.scope():
-        compile_it(model, keras.optimizers.Adam(0.01))
-    losses += fit(runner, model)
-    other = make(runner, mlp)
-    return losses + fit(runner, other) + fit(runner, model) + sums(model) + sums(other)
-
-
-@case
 def session_cleared(runner):
     """With `keras.utils.clear_session()` before the second model, which gets a seed generator when it is trained."""
     import keras

@@ -159,30 +159,11 @@ def moved(keras, numbers):
     return _beside_one_another(keras, numbers, found)
 
 
-def changed(keras, numbers):
-    """All other layers that draw for images, but for those that a line names when a run begins, in 30 steps."""
-    from keras_layers import LAYERS
-
-    range_of = {"value_range": (0, 1)}
-    named = ("AugMix", "CutMix", "MixUp", "Mosaic", "RandAugment", "RandomElasticTransform")
-    of_moved = ("Crop", "Perspective", "Rotation", "Shear", "Translation", "Zoom")
-    found = []
-    for name, (make, shape) in LAYERS.items():
-        if shape == (2, 8, 8, 3) and name not in named and name not in [f"Random{kind}" for kind in of_moved]:
-            config = make().get_config()
-            kind = getattr(keras.layers, name)
-            found.append(kind.from_config(config | (range_of if "value_range" in config else {})))
-    kinds = ("AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise", "SpatialDropout2D")
-    found += [getattr(keras.layers, name)(0.3) for name in kinds]
-    found += [getattr(keras.layers, name)(**range_of) for name in ("AutoContrast", "Equalization")]
-    return _beside_one_another(keras, numbers, found)
-
-
 CASES = {
     case.__name__: case
     for case in (
         probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes,
-        constants, largest, moved, changed,
+        constants, largest, moved,
     )
 }  # fmt: skip
 
@@ -217,12 +198,11 @@ def train(runner):
     # Micro-batches of an output that carries a mask are refused, and such as mix samples.
     in_parts = runner.config.accumulate > 1 or runner.config.strategy == "pipeline"
     left_out = [
-        *("constants", "moved", "changed"),  # of which only float64 tells
+        *("constants", "moved"),  # of which only float64 tells
         *(["masked_and_weighted", "largest"] if in_parts else []),
     ]
     names = sys.argv[3:] or [name for name in CASES if name not in left_out]
-    in_graphs = ("moved", "changed")
-    return {name: [result(name, each) for each in is_eager if not each or name not in in_graphs] for name in names}
+    return {name: [result(name, each) for each in is_eager if not each or name != "moved"] for name in names}
 
 
 def main():
