@@ -4,13 +4,13 @@ python learn.py BACKEND NUM_DEVICES FOLDER [PART ...]
 """
 
 import hashlib
-import json
 import os
 import sys
 
 import numpy as np
 from learn_layers import batch_norm, float8, random_layers, round_off
 from learn_losses import binary, contrastive, masked_tokens, two_heads
+from starting import printed
 
 import kerasdp
 
@@ -87,7 +87,5 @@ CASES = (
 PARTS = {case.__name__: case for case in CASES}
 
 if __name__ == "__main__":
-    backend, num_devices, folder = sys.argv[1:4]
-    os.environ["KERASDP_TEST_FOLDER"] = folder
-    result = kerasdp.launch(learn, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
-    print("RESULT " + json.dumps(result))
+    os.environ["KERASDP_TEST_FOLDER"] = sys.argv[3]
+    printed(learn, *sys.argv[1:3])

@@ -1,6 +1,9 @@
 """User-defined classes that `learn.py` trains with. Imported within a run, when the backend is chosen."""
 
+import hashlib
+
 import keras
+import numpy as np
 from keras import ops
 
 
@@ -64,6 +67,12 @@ class StepLosses(keras.callbacks.Callback):
 
     def listen(self, loss, learning_rate, num_rows):
         self.values.append(float(loss))
+
+
+def digest_of(model):
+    """Of all its variables: equal where all are, bit by bit."""
+    values = (np.ascontiguousarray(keras.ops.convert_to_numpy(variable)) for variable in model.variables)
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
 class OddRank(keras.callbacks.Callback):

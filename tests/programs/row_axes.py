@@ -3,12 +3,12 @@
 python row_axes.py BACKEND NUM_DEVICES
 """
 
-import json
 import sys
 
 import keras
 import numpy as np
 from keras import layers, ops
+from starting import printed
 
 import kerasdp
 from kerasdp.portability import row_search
@@ -242,8 +242,4 @@ def train_all(runner, names):
 
 
 if __name__ == "__main__":
-    backend, num_devices = sys.argv[1:3]
-    print(
-        "RESULT "
-        + json.dumps(kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0))
-    )
+    printed(train, *sys.argv[1:3])

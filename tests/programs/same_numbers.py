@@ -7,8 +7,7 @@ import json
 import sys
 
 import numpy as np
-
-import kerasdp
+from starting import printed
 
 
 def probabilities(keras, numbers):
@@ -205,11 +204,5 @@ def train(runner):
     return {name: [result(name, each) for each in is_eager if not each or name != "moved"] for name in names}
 
 
-def main():
-    backend, fields = sys.argv[1], json.loads(sys.argv[2])
-    result = kerasdp.launch(train, **{"backend": backend, "device": "cpu", "batch_size": 12, "verbose": 0} | fields)
-    print("RESULT " + json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    printed(train, sys.argv[1], **{"batch_size": 12} | json.loads(sys.argv[2]))

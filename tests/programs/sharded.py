@@ -10,10 +10,10 @@ Prints, by case: losses, whether the devices agree, and the bytes of weights and
 import contextlib
 import functools
 import gc
-import json
 import sys
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -229,8 +229,5 @@ if __name__ == "__main__":
     if cases[0] == "resume":
         _, folder, epochs = cases
         cases, settings = ["resume"], settings | {"workdir": folder, "resume": True, "checkpoint_every": 3}
-    result = kerasdp.launch(
-        functools.partial(train, cases=cases, epochs=int(epochs)), backend=backend, num_devices=int(num_devices),
-        device="cpu", verbose=0, **{"precision": "float64", **settings},
-    )  # fmt: skip
-    print("RESULT " + json.dumps(result))
+    settings |= {"precision": "float64"}
+    printed(functools.partial(train, cases=cases, epochs=int(epochs)), backend, num_devices, **settings)

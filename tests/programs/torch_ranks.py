@@ -5,12 +5,12 @@ python torch_ranks.py
 
 import copy
 import gc
-import json
 import os
 import types
 import weakref
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -177,5 +177,4 @@ def averaged(rank, bucket_bytes, is_shared):
 
 
 if __name__ == "__main__":
-    result = kerasdp.launch(exchange, backend="torch", num_devices=2, device="cpu", verbose=0)
-    print("RESULT " + json.dumps(result))
+    printed(exchange, "torch", 2)

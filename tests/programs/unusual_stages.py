@@ -3,11 +3,8 @@
 python unusual_stages.py
 """
 
-import json
-
 import numpy as np
-
-import kerasdp
+from starting import printed
 
 
 def net(keras, first):
@@ -95,5 +92,4 @@ def train(runner):
 
 
 if __name__ == "__main__":
-    choices = {"strategy": "pipeline", "cut_at": "first", "device": "cpu", "verbose": 0}
-    print("RESULT", json.dumps(kerasdp.launch(train, backend="torch", batch_size=16, **choices)))
+    printed(train, "torch", 2, strategy="pipeline", cut_at="first", batch_size=16)

@@ -58,10 +58,10 @@ def test_ctrl_c_while_threads_are_started_ends_the_program():
     assert done.returncode == 130 and not done.stderr
 
 
-OTHER = "UserError: the ranks do different things: "
+OTHER = "error: the ranks do different things: "
 # Of ranks whose exchanges are of different kinds the first that sees it says where it is.
 ELSEWHERE = OTHER + r"rank \d, at .*, and another one wait for each other in different calls: fit, evaluate"
-SAME = r"UserError: fit \(alone.py:\d+\): expected the same "
+SAME = r"error: fit \(alone.py:\d+\): expected the same "
 # What one rank does alone: the exit code, and what is said.
 ALONE = {
     "evaluates_before_fit": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 calls fit \(alone.py:\d+\)"),
@@ -88,7 +88,7 @@ ALONE = {
     "exits": (1, r"rank 1 ended by itself, without an error"),
     "calls_sys_exit": (2, ELSEWHERE),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
-    "launches": (2, r"UserError: launch: the function of another launch runs in this process"),
+    "launches": (2, r"error: launch: the function of another launch runs in this process"),
     "sleeps": (
         1,
         r"rank 1 hangs at .*alone.py:\d+, in .*, rank 0 waits at .*alone.py:\d+, in fit: nothing moved for 3 s",
