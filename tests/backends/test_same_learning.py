@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
-PARTS = ("lenet", "binary", "contrastive", "masked_tokens", "batch_norm", "round_off", "random_layers", "callbacks",
+PARTS = ("lenet", "binary", "masked_tokens", "batch_norm", "round_off", "random_layers", "callbacks",
          "two_heads", "float8")  # fmt: skip
 # Each backend on two devices beside the first on one; jax and tensorflow, whose compilers need seconds for each model,
 # with a few parts. All else is a part of the slow proofs.
@@ -73,7 +73,7 @@ def test_predictions_are_those_of_the_plain_model(learned, way, part):
     assert_same(result["alone"], result["predictions"], 1e-5)
 
 
-@in_each_way("binary", "two_heads", "contrastive", "masked_tokens")
+@in_each_way("binary", "two_heads", "masked_tokens")
 def test_other_losses_and_metrics(pair):
     assert_same(*pair, 1e-5)
 

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 from learn_layers import batch_norm, float8, random_layers, round_off
-from learn_losses import binary, contrastive, masked_tokens, two_heads
+from learn_losses import binary, masked_tokens, two_heads
 from starting import printed
 
 import kerasdp
@@ -81,7 +81,7 @@ def digest(model):
 
 
 CASES = (
-    lenet, binary, two_heads, contrastive, masked_tokens, batch_norm, float8, round_off, random_layers,
+    lenet, binary, two_heads, masked_tokens, batch_norm, float8, round_off, random_layers,
     callbacks,
 )  # fmt: skip
 PARTS = {case.__name__: case for case in CASES}

@@ -11,45 +11,6 @@ from own_steps_refused import float8, foreign_numbers, largest_output, not_built
 import kerasdp
 
 
-def custom_step(runner):
-    """Own loss and metric trackers; data come as `x, y`."""
-    import keras
-
-    class CustomStep(minimizing()):
-        def __init__(self):
-            super().__init__()
-            self.hidden = keras.layers.Dense(6, "relu")
-            self.drop = keras.layers.Dropout(0.3)
-            self.norm = keras.layers.BatchNormalization()
-            self.last = keras.layers.Dense(1)
-            self.tracker = keras.metrics.Mean(name="loss")
-            self.error = keras.metrics.MeanAbsoluteError(name="mae")
-
-        @property
-        def metrics(self):
-            return [self.tracker, self.error]
-
-        def call(self, x, training=False):
-            return self.last(self.drop(self.norm(self.hidden(x), training=training), training=training))
-
-        def train_step(self, data):
-            x, y = data
-
-            def loss_of():
-                outputs = self(x, training=True)
-                return keras.ops.mean(keras.losses.mean_squared_error(y, outputs)), outputs
-
-            loss, outputs = self.minimize(loss_of, self.trainable_weights, self.optimizer, has_aux=True)
-            self.tracker.update_state(loss)
-            self.error.update_state(y, outputs)
-            return {metric.name: metric.result() for metric in self.metrics} | {"raw": loss}
-
-    with runner.scope():
-        model = in_form_of_backend(CustomStep)()
-        model.compile(keras.optimizers.Adam(0.01))
-    return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 1))
-
-
 def gan(runner):
     """No `call`, a `compile` of its own, two optimizers that nobody has built; `x` comes alone."""
     import keras
@@ -271,7 +232,7 @@ def as_in_the_guide(runner):
 
 if __name__ == "__main__":
     cases = (
-        custom_step, steps_of_keras, as_in_the_guide, gan, gradient_penalty, vae, neighbours, clipped, queue, float8,
+        steps_of_keras, as_in_the_guide, gan, gradient_penalty, vae, neighbours, clipped, queue, float8,
         foreign_numbers, largest_output, not_built, spare_optimizer,
     )  # fmt: skip
     main({case.__name__: case for case in cases})

@@ -45,7 +45,6 @@ def exchange(runner):
         "gathered": gathered,
         "buckets": buckets,
         "scattered": scattered,
-        "asked": asked(runner.strategy.processes),
         "keys": [joined_with(key) for key in (b"known", b"of rank %d" % rank)],
     }
     found["statistics"] = [trained(runner, has_own) for has_own in (False, True)]
@@ -62,11 +61,6 @@ def joined_with(key):
         return GlooProcesses(key).num_processes
     except kerasdp.RunError as error:
         return str(error)
-
-
-def asked(processes):
-    """What ranks answer: whether any of them wants to stop."""
-    return [processes.any_rank(flag) for flag in (False, processes.rank == 1, True)]
 
 
 def trained(runner, has_own):
