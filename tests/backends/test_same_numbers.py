@@ -19,11 +19,6 @@ def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
                 assert own[kind] == pytest.approx(values, rel=relative, abs=absolute), (name, kind)
 
 
-@pytest.mark.proof
-def test_losses_of_probabilities_zeros_and_masks(backend):
-    assert_same_numbers(backend, {}, "probabilities", "zeros", "masked_and_weighted")
-
-
 @pytest.mark.skipif("jax" not in BACKENDS or len(BACKENDS) < 2, reason="XLA's programs, beside others'")
 def test_the_largest_number_keeps_its_gradient():
     assert_same_numbers("jax", {}, "largest")

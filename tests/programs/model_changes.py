@@ -50,18 +50,6 @@ def frozen_between_fits(runner):
 
 
 @case
-def frozen_by_callback(runner):
-    import keras
-
-    class Freeze(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.get_layer("first").trainable = epoch == 1
-
-    model = make(runner, mlp)
-    return fit(runner, model, epochs=4, callbacks=[Freeze()]) + sums(model)
-
-
-@case
 def unfrozen_without_compile(runner):
     """The optimizer was built without the weights of the layer that was frozen."""
     model = make(runner, mlp)

@@ -327,18 +327,6 @@ def test_a_keras_whose_functions_are_elsewhere_is_named(monkeypatch):
         pass
 
 
-def test_what_compile_makes_is_made_again():
-    model = dense()
-    model.compile("sgd", "mae", metrics=["mse"])
-    before = models.made_by_compile(model)
-    model.compile("sgd", "mae", metrics=["mse"])
-    assert not {id(one) for one in before} & {id(one) for one in models.made_by_compile(model)}
-    assert float(array(models.compiled_loss(model)(ONES, 3 * ONES))) == 2
-    models.update_loss_metric(model, keras.ops.convert_to_tensor(4.0), 3)
-    models.update_loss_metric(model, keras.ops.convert_to_tensor(0.0), 1)
-    assert float(array(model.metrics[0].result())) == 3
-
-
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", ()), ("float64", ("float32",)), ("int32", ("float32",))])
 def test_models_convert_their_inputs(dtype, expected):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Identity()])
