@@ -30,7 +30,7 @@ def test_the_largest_number_keeps_its_gradient():
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_in_each_way(backend, ways):
-    """Also attention whose keys are all masked, and products that damage memory."""
+    """Also attention whose keys are all masked."""
     assert_same_numbers(backend, ways)
 
 

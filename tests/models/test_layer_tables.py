@@ -145,17 +145,6 @@ def follow(model, layer):
 NORM, POOL = "BatchNormalization", "GlobalAveragePooling2D"
 
 
-def test_what_follows_in_lenet(models):
-    lenet = {name: follow(models["lenet"], models["lenet"].get_layer(name)) for name in ("conv1", "conv2", "dense1")}
-    assert lenet == {
-        "conv1": ["relu", "AveragePooling2D", "Conv2D"],
-        "conv2": ["relu", "AveragePooling2D", "Flatten", "Dense"],
-        "dense1": ["relu", "Dense"],
-    }
-    assert {layer.pool_size for layer in models["lenet"].layers if "pool" in layer.name} == {(2, 2)}
-    assert models["convnet"].get_layer("dropout").rate == 0.5
-
-
 # Blocks of each stage, and their filters; what follows the stem, and the layer before the first block; the convolutions
 # of a block, the last norm, the shortcut where it is convolved, and the last ReLU.
 BLOCKS = {

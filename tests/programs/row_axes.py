@@ -11,9 +11,6 @@ from keras import layers, ops
 from starting import printed
 
 import kerasdp
-from kerasdp.portability import row_search
-from kerasdp.portability.replica_context import FIRST, RowAxes
-from kerasdp.training import first_step_check, prepare
 
 # Samples of an uneven batch: the last device has padding.
 ROWS = 9
@@ -188,20 +185,9 @@ MODELS = {
 }
 
 
-class ByShape(RowAxes):
-    """The rule that the search replaced: rows are on axis 0, wherever that is as long as a replica has rows."""
-
-    def find(self, key, number, shape, tensor, name):
-        return FIRST if shape[:1] in ((4,), (5,)) else None  # of the check's seven rows, and of the batch
-
-
 def train(runner):
     results = train_all(runner, MODELS)
     results["predictions"] = {name: predicted(runner, name) for name in ("mix", "time first", "mix of operations")}
-    if runner.strategy.splits_batches:
-        prepare.find_row_axes = lambda model, _: row_search._found.put(model, {"call": ([], ByShape())})
-        first_step_check._calls_with_all_rows = lambda *_: False
-        results["without the search"] = train_all(runner, ("windows", "time first", "views", "mix"))
     return results
 
 

@@ -58,30 +58,6 @@ def zeros(keras, numbers):
     return keras.Model(inputs, outputs), "mse", x, numbers.randn(24, 1).astype("float32")
 
 
-def attention_by_backend(keras, numbers):
-    """As KerasHub's layers: by Keras' Softmax layer on tensorflow, by its fused attention elsewhere."""
-
-    class Attention(keras.layers.Layer):
-        def build(self, shape):
-            self.values = keras.layers.Dense(8, name="values")
-            self.values.build(shape)
-            self.softmax = keras.layers.Softmax()
-
-        def call(self, x, mask):
-            heads, values = x[:, :, None, :], self.values(x)
-            if keras.backend.backend() == "tensorflow":
-                scores = self.softmax(keras.ops.einsum("bqw,bkw->bqk", x, x) * 8**-0.5, mask=mask)
-                return keras.ops.matmul(scores, values)
-            values = keras.ops.dot_product_attention(heads, heads, values[:, :, None, :], mask=mask[:, None])
-            return keras.ops.squeeze(values, 2)
-
-    inputs, lengths = keras.Input((6, 8)), keras.Input((), dtype="int32")
-    mask = keras.ops.reshape(lengths, (-1, 1, 1)) > np.arange(6)
-    outputs = keras.layers.Dense(1)(Attention()(inputs, mask))
-    x = [numbers.randn(24, 6, 8).astype("float32"), numbers.randint(0, 5, 24).astype("int32")]
-    return keras.Model([inputs, lengths], outputs), "mse", x, numbers.randn(24, 6, 1).astype("float32")
-
-
 def masked_and_weighted(keras, numbers):
     """Outputs with a mask, sample weights for each token: Keras multiplies these by the mask."""
     inputs = keras.Input((6,), dtype="int32")
@@ -89,21 +65,6 @@ def masked_and_weighted(keras, numbers):
     tokens = np.where(np.arange(6) < numbers.randint(1, 7, 24)[:, None], numbers.randint(1, 9, (24, 6)), 0)
     weights = numbers.rand(24, 6).astype("float32")
     return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 6, 1).astype("float32"), weights
-
-
-def products_of_four_axes(keras, numbers):
-    """Of tensors of shape (samples, 1, 8, 8) and a weight, by the operator, with which oneDNN damages memory."""
-
-    class Product(keras.layers.Layer):
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=(8, 8))
-
-        def call(self, x):
-            return x @ keras.ops.convert_to_tensor(self.kernel) + keras.ops.matmul(x, self.kernel[None, None])
-
-    inputs = keras.Input((1, 8, 8))
-    x = numbers.randn(24, 1, 8, 8).astype("float32")
-    return keras.Model(inputs, Product()(Product()(inputs))), "mse", x, numbers.randn(24, 1, 8, 8).astype("float32")
 
 
 def constants(keras, numbers):
@@ -161,7 +122,7 @@ def moved(keras, numbers):
 CASES = {
     case.__name__: case
     for case in (
-        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes,
+        probabilities, attention, zeros, masked_and_weighted,
         constants, largest, moved,
     )
 }  # fmt: skip

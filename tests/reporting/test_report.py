@@ -154,16 +154,3 @@ def test_a_resumed_run_takes_whatever_lies_in_its_folder(tmp_path, capsys):
         for name in ("history.csv", "report.json")
     ]
     assert run_files._ids_in(str(folder / "trackers.json")) == {}
-
-
-def test_what_lacks_something_is_known_at_the_end(tmp_path):
-    files = run_files.RunFiles(str(tmp_path), facts(tmp_path))
-    for name in ("history.csv", "report.json"):
-        (tmp_path / name).mkdir()
-    files.add_epoch(0, {"loss": 0.5}, 1.0, 2.0)
-    files.add_result({})
-    assert files.unwritten == {str(tmp_path / name): "Is a directory" for name in ("history.csv", "report.json")}
-    (tmp_path / "history.csv").rmdir()
-    files.add_epoch(1, {"loss": 0.5}, 1.0, 2.0)
-    assert list(files.unwritten) == [str(tmp_path / "report.json")]
-    files.close()

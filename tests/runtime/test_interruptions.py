@@ -35,7 +35,6 @@ WAYS = {
     "SIGTERM to the parent": (signal.SIGTERM, False, (99, 143)),
     "SIGTERM to the group": (signal.SIGTERM, True, (99, 143)),
 }
-MOMENTS = ("starts", "before step 1", "trains", "saves", "evaluates", "after the last step", "was over")
 
 
 @dataclasses.dataclass
@@ -237,21 +236,6 @@ def undisturbed(backend, count, folder):
     return losses[True], seconds
 
 
-def table(cases):
-    """Outcomes by moment and way, and the longest time to the end."""
-    rows = []
-    for moment in (*MOMENTS, "Python starts"):
-        for way in WAYS:
-            found = [case for case in cases if case.moment == moment and case.way == way]
-            if found:
-                codes = collections.Counter(str(case.code) for case in found)
-                outcomes = ", ".join(f"{code}: {times}" for code, times in sorted(codes.items()))
-                longest = max(case.seconds for case in found)
-                faults = sum(bool(case.faults) for case in found)
-                rows.append(f"{moment:20} {way:22} {outcomes:28} {longest:5.1f} s  {faults or '-':>3}")
-    return "\n".join([f"{'moment':20} {'signal':22} {'exit codes':28} longest faults", *rows])
-
-
 @pytest.mark.proof
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("count", [1, 2])
@@ -275,7 +259,9 @@ def test_an_interruption_at_any_moment_ends_the_run(backend, count, tmp_path):
         list(pool.map(one, cases))
     seconds = (time.monotonic() - begin) / len(cases)
     print(f"\n{backend} x {count}: {len(cases)} interruptions, {seconds:.1f} s each, {AT_ONCE} at a time")
-    print(f"undisturbed: {usual[False]:.1f} s warm, {usual[True]:.1f} s cold\n{table(cases)}")
+    print(f"undisturbed: {usual[False]:.1f} s warm, {usual[True]:.1f} s cold")
+    moments = collections.Counter((case.moment, case.way, case.code) for case in cases)
+    print("\n".join(f"{times} x {words}" for words, times in moments.items()), max(case.seconds for case in cases))
     kinds = collections.Counter(re.sub(r"\d+|\[.*|:.*", "", fault) for case in cases for fault in case.faults)
     print("\n".join(f"{times} x {kind}" for kind, times in kinds.items()))
     assert not [str(case) for case in cases if case.faults]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_alike, each_way, result_of, results, run
 
-ALIKE = ("steps_of_keras", "as_in_the_guide", "gan", "gradient_penalty", "vae", "neighbours", "clipped")
+ALIKE = ("steps_of_keras", "as_in_the_guide", "gan", "vae", "neighbours", "clipped")
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
