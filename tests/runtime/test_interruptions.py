@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, Warm, environment, left_in, session_members, start
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, Warm, environment, kill_session, left_after, left_in, start
 
 NUM_INTERRUPTIONS = int(os.environ.get("KERASDP_INTERRUPTIONS", "200"))
 AT_ONCE = int(os.environ.get("KERASDP_AT_ONCE", str(os.cpu_count() or 1)))
@@ -102,8 +102,7 @@ def end_of(process, timeout):
         stdout, stderr = process.communicate(timeout=timeout)
         return process.returncode, stdout, stderr
     except subprocess.TimeoutExpired:
-        for left in session_members(process.pid):
-            os.kill(left, signal.SIGKILL)
+        kill_session(process.pid)
         output = ("", "") if isinstance(process, Warm) else process.communicate()
         return None, *output
 
@@ -173,8 +172,7 @@ def interrupt(backend, count, case, usual):
             code, _, case.error = end.result(SECONDS_TO_END)
         except concurrent.futures.TimeoutError:
             case.faults.append(f"runs on after {SECONDS_TO_END} s")
-            for left in session_members(process.pid):
-                os.kill(left, signal.SIGKILL)
+            kill_session(process.pid)
             code, _, case.error = end.result()
     case.seconds = time.monotonic() - begin
     # One that no handler was there for yet ended it as the system does; a shell shows 128 and its number.
@@ -200,12 +198,7 @@ def judge(case, codes, pid):
         case.faults.append("a traceback")
     if (case.code == 99) != ("saved in" in case.error):
         case.faults.append("99 and 'saved in' do not go together")
-    deadline = time.monotonic() + 5
-    while session_members(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for left in session_members(pid):
-        case.faults.append(f"process {left} is left")
-        os.kill(left, signal.SIGKILL)
+    case.faults += [f"process {left} is left" for left in left_after(pid, 5)]
     if left := left_in(f"{case.workdir}.tmp"):
         case.faults.append(f"left in TMPDIR: {left}")
 

@@ -17,7 +17,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import outcome, signals, workers
-from tests.helpers import ROOT, environment, session_members
+from tests.helpers import ROOT, environment, left_after, session_members
 
 
 def settings(folder, **choices):
@@ -217,12 +217,7 @@ def test_workers_end_with_the_process_that_started_them(preload, tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    end = time.monotonic() + 10
-    while (left := session_members(parent.pid)) and time.monotonic() < end:
-        time.sleep(0.1)
-    for number in left:
-        os.kill(number, signal.SIGKILL)
-    assert not left
+    assert not left_after(parent.pid, 10)
 
 
 def test_a_full_disk_is_a_line_before_anything_starts(monkeypatch, tmp_path):
