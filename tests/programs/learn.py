@@ -3,7 +3,6 @@
 python learn.py BACKEND NUM_DEVICES FOLDER [PART ...]
 """
 
-import hashlib
 import os
 import sys
 
@@ -23,7 +22,7 @@ def learn(runner):
 def lenet(runner):
     """40 steps of LeNet over an epoch's end, whose last batch divides by no device count; metrics of many kinds."""
     import keras
-    from learn_classes import MaximumLogit, StepLosses
+    from learn_classes import MaximumLogit, StepLosses, digest_of
 
     data = kerasdp.load_data(runner.config)
     with runner.scope():
@@ -33,7 +32,7 @@ def lenet(runner):
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3, name="top3"), MaximumLogit()],
         )
-    initial = digest(model)
+    initial = digest_of(model)
     losses = StepLosses(runner)
     history = runner.fit(model, data.train, batch_size=61, epochs=2, callbacks=[losses], validation_data=data.test)
     return {
@@ -74,10 +73,6 @@ def callbacks(runner):
         "rows": len(open(os.path.join(folder, "log.csv")).readlines()),
         "files": sorted(os.listdir(folder)),
     }
-
-
-def digest(model):
-    return [hashlib.sha256(np.ascontiguousarray(weight).tobytes()).hexdigest()[:16] for weight in model.get_weights()]
 
 
 CASES = (

@@ -59,6 +59,22 @@ def model_of(case):
     return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def compiled(runner, case, model_of):
+    """The model of a case, its loss, and data."""
+    import keras
+
+    numbers = np.random.RandomState(0)
+    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
+    y = numbers.randint(0, 10, ROWS)
+    with runner.scope():
+        model = model_of("tied" if case in ("own", "resume") else case)
+        # All gradients at once, and their weights, as well as each number for itself.
+        optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0, weight_decay=0.01)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    return model, loss, x, y
+
+
 def train(runner, cases, epochs):
     return {case: outcome(runner, case, epochs) for case in cases}
 
@@ -69,15 +85,7 @@ def outcome(runner, case, epochs):
     if case in OTHERS:
         return {"losses": OTHERS[case](runner)}
     before = living_bytes()  # of the models of other cases
-    numbers = np.random.RandomState(0)
-    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
-    y = numbers.randint(0, 10, ROWS)
-    with runner.scope():
-        model = model_of("tied" if case in ("own", "resume") else case)
-        # All gradients at once, and their weights, as well as each number for itself.
-        optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0, weight_decay=0.01)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer, loss, metrics=["accuracy"])
+    model, loss, x, y = compiled(runner, case, model_of)
     others = {}
     if case == "own":
         losses = looped(runner, model, loss, x, y, epochs)
@@ -99,7 +107,7 @@ def outcome(runner, case, epochs):
             )  # fmt: skip
         losses, held = found.history["loss"] + found.history["val_loss"], max(seen, default=None)
         others["living"] = max(living, default=None)
-    groups = model.weights, optimizer.variables
+    groups = model.weights, model.optimizer.variables
     return {
         "losses": losses,
         "diverged": runner.strategy.diverged_variables(model),

@@ -16,7 +16,7 @@ REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
     "first in the value of queue/seen",
     "foreign_numbers": "each time for the same batch: random numbers that are not from keras.random would be the same",
-    "largest_output": "than with all of it, first in the change of metric largest/value",
+    "largest_output": "than with all of it, first in the change of metric maximum/value",
     "float8": "the train_step of Sum on several devices: expected gradients that an optimizer may average. Received: ",
     "not_built": "has no weights yet, and not_built has no call() to make them",
 }
