@@ -52,12 +52,25 @@ def plan(model, num_devices=2, **choices):
 
 
 def test_a_plan():
-    made = plan(net(), 4, cut_at="layer1", batch_size=61, split_size=5)
+    made = plan(net(), 2, cut_at="layer1", batch_size=61, split_size=10)
     assert [stage.layers for stage in made.stages] == [["layer0", "layer1"], ["layer2", "layer3"]]
-    assert (made.num_pipelines, made.size) == (2, 10)
+    assert made.size == 10
     assert len(made.micro_batches(61)) == 7
-    assert str(made).endswith("micro-batches of 10 in 2 pipelines")
-    assert str(plan(net(), split_size=5)).endswith("micro-batches of 5")
+    assert str(made).endswith("micro-batches of 10")
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "choices", "expected"),
+    [
+        (2, {}, 16),  # two a stage
+        (4, {}, 8),
+        (2, {"batch_size": 61}, 16),  # 16, 16, 16, 13
+        (4, {"batch_size": 3}, 1),  # there are no more
+        (2, {"split_size": 7}, 7),
+    ],
+)
+def test_size_of_a_micro_batch(num_stages, choices, expected):
+    assert plan(net(), num_stages, **choices).size == expected
 
 
 class OwnTrainStep(keras.Model):
@@ -248,5 +261,5 @@ def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size):
 
 
 def test_batches_that_cannot_be_cut_as_asked():
-    with pytest.raises(UserError, match="--split_size: expected at most 8, a pipeline's samples. Received: 16"):
+    with pytest.raises(UserError, match="--split_size: expected at most 8, a batch's samples. Received: 16"):
         tuned(8, split_size=16)
