@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kerasdp.checkpoint.trained import export as export
     from kerasdp.checkpoint.trained import load_model as load_model
     from kerasdp.cli.main import main as main
-    from kerasdp.data.batch_reader import Buckets as Buckets
     from kerasdp.data.datasets import Dataset as Dataset
     from kerasdp.data.datasets import load_data as load_data
     from kerasdp.data.sampling import Order as Order
@@ -47,7 +46,6 @@ __version__ = "0.1.0"
 # What needs Keras or absl is imported when it is first asked for.
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
-    "Buckets": "kerasdp.data.batch_reader",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
     "Order": "kerasdp.data.sampling",

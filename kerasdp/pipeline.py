@@ -408,14 +408,12 @@ class Plan:
     Args:
         model: functional.
         stages: of the model.
-        size: rows of a micro-batch, over all pipelines.
-        num_pipelines: that share a micro-batch.
+        size: rows of a micro-batch.
     """
 
     model: keras.Model
     stages: list[Stage]
     size: int
-    num_pipelines: int
 
     def micro_batches(self, num_rows: int) -> MicroBatches:
         """Of a global batch of `num_rows` rows."""
@@ -436,8 +434,7 @@ class Plan:
         return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed  # as Keras does
 
     def __str__(self) -> str:
-        pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
-        return f"{table(self.stages)}\nmicro-batches of {self.size}{pipelines}"
+        return f"{table(self.stages)}\nmicro-batches of {self.size}"
 
 
 def make_plan(model: keras.Model, config: Config, num_devices: int) -> Plan:
@@ -453,7 +450,6 @@ def make_plan(model: keras.Model, config: Config, num_devices: int) -> Plan:
     """
     _check(model)
     refuse_next_values(model, "a pipeline", "use --strategy=data")
-    num_stages, num_pipelines = config.stages_on(num_devices), config.num_pipelines(num_devices)
     inner = inner_optimizer(getattr(model, "optimizer", None))
     if inner and inner.global_clipnorm and inner.gradient_accumulation_steps:
         raise UserError(
@@ -461,10 +457,10 @@ def make_plan(model: keras.Model, config: Config, num_devices: int) -> Plan:
             "accumulated; use a larger --batch_size instead, or clipnorm"
         )
     cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
-    stages = split(model, num_stages, cut_at=cut_at)
+    stages = split(model, num_devices, cut_at=cut_at)
     if any(has_mask(tensor) for tensor in stages[-1].model.outputs):
         raise UserError(f"a pipeline: the outputs of {model.name} carry a mask, which its micro-batches would lose")
-    plan = Plan(model=functional(model), stages=stages, size=0, num_pipelines=num_pipelines)
+    plan = Plan(model=functional(model), stages=stages, size=0)
     return with_rows(plan, config, config.batch_size)
 
 
@@ -474,13 +470,10 @@ def with_rows(plan: Plan, config: Config, num_rows: int) -> Plan:
     Raises:
         UserError: if they cannot be cut into micro-batches as the configuration says.
     """
-    config = dataclasses.replace(config, num_devices=None, batch_size=num_rows)
-    config.check_replicas(plan.num_pipelines)
-    rows = config.replica_batch_size(plan.num_pipelines)
-    if config.split_size is not None and config.split_size > rows:
-        raise UserError(f"--split_size: expected at most {rows}, a pipeline's samples. Received: {config.split_size}")
-    size = config.micro_batch_size(len(plan.stages), plan.num_pipelines)
-    return dataclasses.replace(plan, size=size * plan.num_pipelines)
+    size = config.split_size or -(-num_rows // min(2 * len(plan.stages), num_rows))
+    if size > num_rows:
+        raise UserError(f"--split_size: expected at most {num_rows}, a batch's samples. Received: {size}")
+    return dataclasses.replace(plan, size=size)
 
 
 def _check(model: keras.Model) -> None:

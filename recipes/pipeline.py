@@ -57,9 +57,8 @@ def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Co
     whole = {"strategy": "data", "num_devices": 1, "cut_at": None}
     cut = config if config.cut_at else dataclasses.replace(config, num_devices=config.num_devices or 2)
     cut = cut.with_devices_for_stages()
-    size = cut.replica_batch_size(cut.num_replicas(cut.num_devices or 2))
     found = {"single device": dataclasses.replace(config, **whole)}
-    found["layer split"] = dataclasses.replace(cut, split_size=size)
+    found["layer split"] = dataclasses.replace(cut, split_size=config.batch_size)
     sizes = [size for size in split_sizes if size <= config.batch_size]
     return found | {f"pipelined, split size {size}": dataclasses.replace(cut, split_size=size) for size in sizes}
 

@@ -79,8 +79,7 @@ class Warm:
                 self.wait(timeout)
             finally:
                 if self.returncode is None:
-                    for left in session_members(self.pid):
-                        os.kill(left, signal.SIGKILL)
+                    kill_session(self.pid)
                     self.wait(20)
             return subprocess.CompletedProcess([], self.returncode, *(text.result() for text in texts))
 
@@ -199,6 +198,32 @@ def session_members(session):
             if int(rest[2]) == session and state != "Z":
                 found.append(int(entry.name))
     return found
+
+
+def kill_session(session):
+    """Kills what still runs of a session, and returns it."""
+    left = session_members(session)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def left_after(session, seconds):
+    """Processes of a session that still run after so many seconds, and are killed then."""
+    end = time.monotonic() + seconds
+    while session_members(session) and time.monotonic() < end:
+        time.sleep(0.05)
+    return kill_session(session)
+
+
+@contextlib.contextmanager
+def killed_at_the_end(process):
+    """The context after which nothing of a program's session runs."""
+    try:
+        yield
+    finally:
+        kill_session(process.pid)
 
 
 def left_in(folder):

@@ -219,39 +219,20 @@ class Config:
         """Returns how many replicas of the model share the batch on that many devices.
 
         Raises:
-            UserError: if the stages of a pipeline and the devices do not go together.
+            UserError: if a pipeline has not as many stages as there are devices.
         """
-        if self.strategy == "tensor":
-            return 1
-        return self.num_pipelines(num_devices) if self.strategy == "pipeline" else num_devices
+        if self.strategy == "data":
+            return num_devices
+        if self.cut_at and (stages := self._stages()) != num_devices:
+            raise UserError(f"--gpus: expected {stages}, a device for each stage. Received: {num_devices}")
+        return 1
 
     def with_devices_for_stages(self) -> "Config":
         """Returns a copy with one device per stage of a pipeline, if `cut_at` is given and devices are not."""
-        if self.strategy != "pipeline" or self.num_devices or not self.cut_at:
-            return self
-        return dataclasses.replace(self, num_devices=self.stages_on(1))
+        return self if self.num_devices or not self.cut_at else dataclasses.replace(self, num_devices=self._stages())
 
-    def stages_on(self, num_devices: int) -> int:
-        """Returns how many stages a pipeline has on that many devices."""
-        return num_devices if self.cut_at is None else len(self.cut_at.split(",")) + 1
-
-    def num_pipelines(self, num_devices: int) -> int:
-        """Returns how many pipelines share the batch, each with a replica of the model.
-
-        Raises:
-            UserError: if stages and devices do not go together.
-        """
-        stages = self.stages_on(num_devices)
-        if num_devices % stages:
-            raise UserError(
-                f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
-            )
-        return num_devices // stages
-
-    def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
-        """Returns the samples of a full micro-batch of each pipeline."""
-        size = self.replica_batch_size(num_pipelines)
-        return min(self.split_size, size) if self.split_size else -(-size // min(2 * num_stages, size))
+    def _stages(self) -> int:
+        return len((self.cut_at or "").split(",")) + 1
 
     def micro_batch_rows(self, num_rows: int, num_replicas: int) -> int | None:
         """Returns the samples of a full micro-batch, over all replicas; None without `accumulate`.

@@ -118,27 +118,6 @@ def test_reading_threads_have_the_gpu_of_their_rank(monkeypatch):
     assert chosen == [("set_device", gpu), ("Stream", gpu), ("set_stream", None)]
 
 
-def test_each_thread_that_reads_begins_so(monkeypatch):
-    pytest.importorskip("torch")
-    import threading
-
-    import keras
-
-    import kerasdp
-    from kerasdp.backends.torch.devices import TorchStrategy
-
-    begun = []
-    monkeypatch.setattr(TorchStrategy, "begin_reading_thread", lambda _: begun.append(threading.current_thread()))
-
-    def train(runner):
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        runner.fit(model, np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, epochs=1, verbose=0)
-
-    kerasdp.launch(train, backend="torch", device="cpu", verbose=0)
-    assert begun and threading.main_thread() not in begun
-
-
 def test_no_step_waits_whatever_the_optimizer():
     found = trained(OTHERS)
     for case in OTHERS:

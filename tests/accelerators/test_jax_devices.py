@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.errors import UserError
-from kerasdp.runtime import devices
 from kerasdp.runtime.devices import Devices
 from tests.accelerators.driver import make_driver
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
@@ -114,20 +112,6 @@ def test_a_platform_that_does_not_start_is_one_line():
         pytest.skip("there is a TPU")
     assert done.returncode == 2 and "error: jax cannot start: Unable to initialize backend 'tpu'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_devices_of_other_kinds():
-    assert str(Devices(kind="tpu", count=8)) == "8 TPUs" and Devices(kind="tpu", count=8).is_accelerator
-    assert not Devices(kind="cpu", count=8).is_accelerator
-    found = devices.choose_devices(Config(backend="jax"), 4, "tpu")
-    assert found == Devices(kind="tpu", count=4)
-    with pytest.raises(UserError, match="--gpus: there are 4. Received: 8; ask for at most 4"):
-        devices.choose_devices(Config(backend="jax", num_devices=8), 4, "tpu")
-    with pytest.raises(UserError, match="--device=tpu: this backend sees no TPU; use --device=cpu"):
-        devices.choose_devices(Config(backend="jax", device="tpu"), 0, "tpu")
-    for backend in ("torch", "tensorflow"):
-        with pytest.raises(UserError, match="--device=tpu: there for --backend=jax only"):
-            Config(backend=backend, device="tpu")
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("cpu", False), ("gpu", True), ("tpu", True)])

@@ -2,12 +2,12 @@
 
 import concurrent.futures
 import functools
-import threading
 
 import numpy as np
 import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.portability.test_global_batch import Exchange
 
 EPSILON = 1e-3
 RANDOM = np.random.RandomState(0)
@@ -119,32 +119,16 @@ def test_the_kernel_of_a_gpu_has_a_weight_where_there_is_a_bias(monkeypatch):
     ]  # fmt: skip
 
 
-class Exchange:
-    """The gathering of three replicas that are threads."""
-
-    def __init__(self, stack):
-        self.stack, self.parts, self.barrier = stack, [None] * 3, threading.Barrier(3, timeout=60)
-
-    def gather_of(self, place):
-        def gather(own):
-            self.parts[place] = own
-            self.barrier.wait()
-            gathered = self.stack(list(self.parts))
-            self.barrier.wait()
-            return gathered
-
-        return gather
-
-
 def together_by_torch(parts, upstream, num_rows):
     torch = pytest.importorskip("torch")
     from kerasdp.backends.torch.batch_norm import normalize
 
-    exchange = Exchange(torch.stack)
+    exchange = Exchange()
 
     def run(place):
+        gather = lambda own: torch.stack(exchange.all(place, own))  # noqa: E731
         x, scale, offset = (torch.tensor(array, requires_grad=True) for array in (parts[place], SCALE, OFFSET))
-        outputs = normalize(x, 1, scale, offset, EPSILON, num_rows[place], exchange.gather_of(place))
+        outputs = normalize(x, 1, scale, offset, EPSILON, num_rows[place], gather)
         return *outputs, *torch.autograd.grad((outputs[0] * torch.tensor(upstream[place])).sum(), (x, scale, offset))
 
     return run
@@ -154,13 +138,14 @@ def together_by_tensorflow(parts, upstream, num_rows):
     tf = pytest.importorskip("tensorflow")
     from kerasdp.backends.tensorflow.batch_norm import normalize
 
-    exchange = Exchange(tf.stack)
+    exchange = Exchange()
 
     def run(place):
+        gather = lambda own: tf.stack(exchange.all(place, own))  # noqa: E731
         x, scale, offset = map(tf.constant, (parts[place], SCALE, OFFSET))
         with tf.GradientTape() as tape:
             tape.watch((x, scale, offset))
-            outputs = normalize(x, 1, scale, offset, EPSILON, num_rows[place], exchange.gather_of(place))
+            outputs = normalize(x, 1, scale, offset, EPSILON, num_rows[place], gather)
             loss = tf.reduce_sum(outputs[0] * upstream[place])
         return *outputs, *tape.gradient(loss, (x, scale, offset))
 

@@ -69,36 +69,6 @@ def test_what_draws_past_keras_is_named(way):
         assert done(*one).stderr.count(line) == (one[0] == "jax" or one[1] == 1)
 
 
-PROGRAMS_OF_JAX = """
-import jax, keras, kerasdp, numpy as np
-def train(runner):
-    class Own(keras.layers.Layer):
-        def call(self, x):
-            return keras.ops.sin(x) * keras.ops.cumsum(x, -1) + keras.ops.sort(x, -1) * keras.ops.logaddexp(x, 1.0)
-    made = []
-    with runner.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), Own(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    jax.config.update("jax_enable_compilation_cache", False)
-    def note(name, seconds, **of):
-        if name.endswith("backend_compile_duration"):
-            made.append(of.get("fun_name"))
-    jax.monitoring.register_event_duration_secs_listener(note)
-    runner.fit(model, np.ones((8, 4)), np.ones((8, 1)), batch_size=8, epochs=1)
-    print("MADE", len(made), made)
-kerasdp.launch(train, backend="jax", num_devices=1, device="cpu", verbose=0)
-"""
-
-
-@pytest.mark.proof
-@pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
-def test_a_layer_is_asked_for_its_draws_without_compiling_its_operations():
-    """On a GPU each that is compiled by itself takes as long as half a second."""
-    made = run("-c", PROGRAMS_OF_JAX).stdout.partition("MADE ")[2]
-    assert "train_step" in made
-    assert not any(name in made for name in ("sin", "cumsum", "sort", "logaddexp")), made
-
-
 @pytest.mark.parametrize("way", [way for way in WAYS if way.id == "torch"])
 def test_a_model_that_cannot_take_some_of_its_samples_is_refused(way):
     assert trained(*way)["threes"].startswith("thirds fails on 4 samples, where each device has some of the batch ")
@@ -109,12 +79,3 @@ def test_draws_that_cannot_be_given_a_seed_are_refused(way):
     for backend, num_devices in (way, ("torch", 1)):
         text = trained(backend, num_devices)["hidden noise without a seed"]
         assert "draws from keras.random without a seed, so its numbers differ between backends, devices" in text
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way.values[0][0] != "jax"])
-def test_the_check_finds_other_masks_and_mixed_rows(way):
-    """With the mend taken out: rows are taken to be on axis 0, as their number says."""
-    found = trained(*way)["without the search"]
-    assert len(found) == 4
-    for name, text in found.items():
-        assert "computes something else for some samples of a batch" in text, name

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
-PARTS = ("lenet", "binary", "contrastive", "masked_tokens", "batch_norm", "round_off", "random_layers", "callbacks",
+PARTS = ("lenet", "binary", "masked_tokens", "batch_norm", "round_off", "random_layers", "callbacks",
          "two_heads", "float8")  # fmt: skip
 # Each backend on two devices beside the first on one; jax and tensorflow, whose compilers need seconds for each model,
 # with a few parts. All else is a part of the slow proofs.
@@ -73,7 +73,7 @@ def test_predictions_are_those_of_the_plain_model(learned, way, part):
     assert_same(result["alone"], result["predictions"], 1e-5)
 
 
-@in_each_way("binary", "two_heads", "contrastive", "masked_tokens")
+@in_each_way("binary", "two_heads", "masked_tokens")
 def test_other_losses_and_metrics(pair):
     assert_same(*pair, 1e-5)
 
@@ -120,16 +120,10 @@ def test_float8(pair):
 
 @in_each_way("random_layers")
 def test_dropout_masks_are_bit_equal(pair):
-    expected, received = (result["masks"] for result in pair)
+    expected, received = pair
     assert received == expected
     for (_, dropped), rate in zip(expected.values(), (1 - 0.7 * 0.7, 0.5, 1 - 0.7 * 0.6), strict=True):
         assert abs(dropped - rate) < 0.2  # of only 72 independent numbers, or fewer
-
-
-@in_each_way("random_layers")
-def test_learning_through_random_layers(pair):
-    expected, received = (result["losses"] for result in pair)
-    assert_same(expected, received, 1e-5)
 
 
 @in_each_way("callbacks")

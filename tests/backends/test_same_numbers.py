@@ -19,11 +19,6 @@ def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
                 assert own[kind] == pytest.approx(values, rel=relative, abs=absolute), (name, kind)
 
 
-@pytest.mark.proof
-def test_losses_of_probabilities_zeros_and_masks(backend):
-    assert_same_numbers(backend, {}, "probabilities", "zeros", "masked_and_weighted")
-
-
 @pytest.mark.skipif("jax" not in BACKENDS or len(BACKENDS) < 2, reason="XLA's programs, beside others'")
 def test_the_largest_number_keeps_its_gradient():
     assert_same_numbers("jax", {}, "largest")
@@ -35,7 +30,7 @@ def test_the_largest_number_keeps_its_gradient():
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_in_each_way(backend, ways):
-    """Also attention whose keys are all masked, and products that damage memory."""
+    """Also attention whose keys are all masked."""
     assert_same_numbers(backend, ways)
 
 
@@ -54,11 +49,10 @@ def test_in_float64(backend, case):
 
 
 @pytest.mark.proof  # in short: unit/test_keras_patches.py
-@pytest.mark.parametrize("case", ["moved", "changed"])
 @pytest.mark.parametrize(
     ("backend", "count"), [(name, count) for name in BACKENDS for count in (1, 2) if (name, count) != (BACKENDS[0], 1)]
 )
-def test_images_in_float64(backend, count, case):
-    """What each random layer, and each one that resamples, gives is learned from: 30 losses, and updates by layer."""
+def test_images_in_float64(backend, count):
+    """What layers that move, cut or resize images give is learned from: 30 losses, and updates by layer."""
     ways = {"precision": "float64", "num_devices": count}
-    assert_same_numbers(backend, ways, case, relative=1e-11, absolute=1e-12)
+    assert_same_numbers(backend, ways, "moved", relative=1e-11, absolute=1e-12)

@@ -134,11 +134,6 @@ def test_what_is_refused(case):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {"backend": "tensorflow"},
-            "there for --backend=torch and jax only. Received: tensorflow; use one of those, or leave it out: each "
-            "device holds all of the model",
-        ),
         ({"backend": "jax", "strategy": "tensor"}, "not together with --strategy=tensor; leave out one of them"),
         ({"backend": "jax", "num_devices": 1}, "one device holds all of the model; leave it out, or use --gpus=2"),
     ],

@@ -19,7 +19,7 @@ if keras.backend.backend() != "torch":
 
 from kerasdp.backends.base import DeviceBatch  # noqa: E402
 from kerasdp.backends.torch import compiled_step  # noqa: E402
-from kerasdp.backends.torch.compiled_step import CompiledEvaluation, CompiledTraining  # noqa: E402
+from kerasdp.backends.torch.compiled_step import CompiledTraining  # noqa: E402
 from kerasdp.backends.torch.data_parallel import DataParallel  # noqa: E402
 from kerasdp.backends.torch.train_step import RankSteps  # noqa: E402
 
@@ -71,63 +71,6 @@ def captured(model):
     return steps, data
 
 
-def train_captured(model, num_steps):
-    steps, data = captured(model)
-    graph = steps._captured(data, Detail.SUMMARY, len(X))
-    losses = []
-    for _ in range(num_steps):
-        loss, rate, logs, seen = graph(steps.values, data)
-        losses.append(float(loss))
-    return graph, losses, float(rate), {name: float(value) for name, value in logs.items()}, seen
-
-
-def test_the_graph_learns_what_keras_learns():
-    eager, model = new_model(), new_model()
-    model.set_weights(eager.get_weights())
-    graph, losses, rate, logs, seen = train_captured(model, 4)
-    expected = [float(eager.train_on_batch(X, Y)[0])]
-    for _ in range(3):
-        eager.reset_metrics()  # of each step, not the mean so far
-        expected.append(float(eager.train_on_batch(X, Y)[0]))
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    for own, other in zip(model.get_weights(), eager.get_weights(), strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-6)
-    assert int(model.optimizer.iterations) == 4
-    assert rate == pytest.approx(0.1)
-    assert logs.keys() == {"loss", "mae"} and logs["loss"] == pytest.approx(np.mean(expected), rel=1e-5)
-    assert float(seen["gradient_norm"]) > 0
-
-
-def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
-    model = new_model(keras.layers.Dropout(0.5))
-    expected, outputs = model.evaluate(X, Y, verbose=0, return_dict=True), model.predict(X, verbose=0)
-    _, data = captured(model)
-    testing, predicting = (
-        CompiledEvaluation(strategy(), RankSteps(strategy(), model), name) for name in ("test", "predict")
-    )
-    weights = model.get_weights()
-    graph = testing._captured(data, Detail.NOTHING, len(X))
-    for _ in range(2):  # the metrics' variables are the graph's own memory
-        logs = graph(testing.values, data)
-    assert {name: float(value) for name, value in logs.items()} == pytest.approx(expected, rel=1e-5)
-    assert float(model.metrics[0].count) == 2 * len(X)
-    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
-    assert len(copies) == len(model.metrics_variables)  # and nothing else is changed
-    graph = predicting._captured((data[0], None, None), Detail.NOTHING, len(X))
-    np.testing.assert_allclose(graph(predicting.values, (data[0], None, None)), outputs, rtol=1e-6)
-    assert not any(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes)
-    for own, other in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(own, other)
-
-
-def test_the_graph_pads_nothing_before_a_convolution():
-    layers = keras.layers.Reshape((2, 2, 1)), keras.layers.ZeroPadding2D(1), keras.layers.Conv2D(2, 2)
-    steps, data = captured(new_model(*layers, keras.layers.Flatten()))
-    graph = steps._captured(data, Detail.NOTHING, len(X))
-    names = [str(node.target) for node in graph.graph.nodes]
-    assert any("convolution" in name for name in names) and not any("constant_pad_nd" in name for name in names)
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -141,14 +84,6 @@ def test_what_cannot_be_captured_is_refused(make, reason):
     steps, data = captured(new_model(make()))
     with pytest.raises(ValueError, match=reason):
         steps._captured(data, Detail.NOTHING, len(X))
-
-
-def test_a_refusal_is_reported_once_and_remembered(capsys):
-    steps, data = captured(new_model(Foreign()))
-    batch = DeviceBatch(*data, torch.arange(len(X)))
-    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.reason
-    assert steps(batch, Detail.NOTHING) is None
-    assert capsys.readouterr().err.count("trained without --compile") == 1
 
 
 def test_compiling_may_begin_anew(monkeypatch):

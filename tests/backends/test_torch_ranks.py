@@ -47,11 +47,6 @@ def test_nothing_is_taken_from_a_program_that_does_not_know_the_key(results):
     assert size == 2 and text.startswith("another program has connected to rank ")
 
 
-def test_any_rank_is_asked_without_a_gpu(results):
-    """Between the hosts, where ranks have GPUs that these do not have."""
-    assert results["asked"] == [False, True, True]
-
-
 def test_statistics_have_a_group_of_their_own_on_gpus(results):
     """So that they do not come after the gradients; the losses are the same."""
     (losses, *others), (same_losses, *own) = results["statistics"]

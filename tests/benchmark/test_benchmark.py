@@ -132,20 +132,6 @@ def test_the_command_line():
     assert parsed(["--peers=none"])[3] == []
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--optimizer=adam", "--optimizer has no effect here: all contenders train alike"),
-        ("--epochs=3", "--epochs has no effect here"),
-        ("--dataset=mnist", "--dataset has no effect here: convnet is measured on random images"),
-    ],
-)
-def test_what_a_benchmark_refuses(flag, words):
-    with pytest.raises(UserError) as caught:
-        parsed([flag])
-    assert words in str(caught.value)
-
-
 def test_a_contender_that_fails_is_reported(capsys):
     """By the last line of its errors; the others go on."""
     answers = (

@@ -1,8 +1,6 @@
 """When a checkpoint is written."""
 
 import os
-import re
-import signal
 
 import keras
 import numpy as np
@@ -13,7 +11,6 @@ from kerasdp.checkpoint import checkpointer as module
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.checkpointer import Checkpointer
 from kerasdp.config import Config
-from kerasdp.errors import PreemptedError
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
@@ -84,13 +81,6 @@ def test_every_number_of_steps(make):
     assert saved_steps(checkpointer) == [2, 4]
 
 
-def test_several_steps_a_call_miss_none_that_is_due(make):
-    checkpointer = make(checkpoint_every="2")
-    step(checkpointer, 3)
-    step(checkpointer, 2)
-    assert saved_steps(checkpointer) == [3, 5]
-
-
 def test_every_epoch(make):
     checkpointer = make(checkpoint_every="epoch")
     for _ in range(5):
@@ -128,35 +118,6 @@ def test_the_best_epoch(scores, best, make):
     found = files.load(os.path.join(checkpointer.folder, "best.safetensors"))
     assert found.state["step"] == best
     assert saved_steps(checkpointer) == list(range(1, len(scores) + 1))
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_saves_and_ends_the_run(number, make):
-    checkpointer = make(checkpoint_every="epoch")
-    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with signals.noticed(), signals.awaited():
-            step(checkpointer)
-            signal.raise_signal(number)
-            with pytest.raises((PreemptedError, KeyboardInterrupt)) as ended:
-                step(checkpointer)
-    finally:
-        signal.signal(signal.SIGINT, kept)
-    assert saved_steps(checkpointer) == [2]
-    if number == signal.SIGINT:
-        assert isinstance(ended.value, KeyboardInterrupt)
-        return
-    way = f"resume with --workdir={checkpointer.config.workdir} --resume"
-    assert re.fullmatch(rf"stopped by SIGUSR1 after step 2, saved in \S*; {re.escape(way)}", str(ended.value))
-
-
-def test_a_step_is_saved_once(make):
-    checkpointer = make(checkpoint_every="2")
-    step(checkpointer, 2)
-    before = os.stat(files.paths_in(checkpointer.folder)[0]).st_mtime_ns
-    checkpointer._save(checkpointer.run_state.position, wait=True)
-    checkpointer.writer.wait()
-    assert os.stat(files.paths_in(checkpointer.folder)[0]).st_mtime_ns == before
 
 
 def test_what_callbacks_lose_is_named_once(make, capsys):

@@ -161,7 +161,7 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     line = 1 + (PROGRAMS / "resume.py").read_text().splitlines().index("        time.sleep(1000)  # HERE IT HANGS")
     place = f"at .*resume.py:{line}, in make_trouble"
     assert done.returncode == 1
-    assert re.search(f"WorkerError: rank {rank} hangs {place}.*: nothing moved for 4 s", done.stderr)
+    assert re.search(f"error: rank {rank} hangs {place}.*: nothing moved for 4 s", done.stderr)
 
 
 @pytest.mark.parametrize(("name", "count"), [(BACKENDS[0], 2), pytest.param(BACKENDS[-1], 1, marks=pytest.mark.proof)])

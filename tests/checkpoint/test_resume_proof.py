@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kerasdp.checkpoint import files as checkpoint
-from tests.helpers import BACKENDS, ROOT, environment, run, session_members
+from tests.helpers import BACKENDS, ROOT, environment, left_after, run, session_members
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(7200)]
 
@@ -149,10 +149,7 @@ def test_kill_9_at_random_moments(backend, attempt, undisturbed, tmp_path):
                 time.sleep(0.01)
     process.wait(timeout=280)
     assert process.returncode == 0, output.read_text()
-    end = time.monotonic() + 10  # Python's own helper for shared memory ends behind the process that it helped
-    while session_members(process.pid) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert session_members(process.pid) == []
+    assert left_after(process.pid, 10) == []  # Python's own helper for shared memory ends after the process it helped
     print(f"{backend}, killed after steps {killed}: {output.read_text().count('restart ')} restarts", flush=True)
     assert output.read_text().count("restart ") == len(killed) == 5
     expected = undisturbed(way, "sgd")

@@ -215,31 +215,3 @@ def test_callbacks_get_collections_as_they_were():
         assert type(received[name]) is type(value)
         assert list(map(type, received[name] or [])) == list(map(type, value or [])), name
         np.testing.assert_equal(received[name], value)
-
-
-def test_callbacks_of_a_file_that_somebody_else_wrote():
-    """What stands for arrays and weights is taken; a dictionary in a form that no run writes is left out, and named."""
-    model = build()
-    weights = model.get_weights()
-    order = state._order_of_names(model)
-    saved = {"seen": {"a": {"b": {"array": "k"}}}, "arrays": {"weights": [{"array": str(place)} for place in order]}}
-    arrays = {"k": np.arange(3.0)} | {str(place): array for place, array in enumerate(weights)}
-    restored = Counting()
-    assert state.restore_callbacks([restored], {"Counting/0": saved}, arrays, model) == ["Counting.seen"]
-    assert restored.seen == Counting().seen
-    for expected, received in zip(weights, restored.arrays, strict=True):
-        np.testing.assert_array_equal(received, expected)
-
-
-def test_attributes_that_cannot_be_saved_are_known_to_change():
-    callback = Counting()
-    callback.held, callback.loop = {"a": [print]}, []
-    callback.loop.append(callback.loop)
-    before = state.unsaved_attributes(callback)
-    assert before.keys() == {"function", "held", "loop"}
-    assert state.unsaved_attributes(callback) == before
-    callback.held["a"][0] = repr
-    callback.seen = {"a": object()}
-    after = state.unsaved_attributes(callback)
-    assert {name for name in after if after[name] != before.get(name)} == {"held", "seen"}
-    assert state.unsaved_attributes(keras.callbacks.LambdaCallback(on_epoch_end=print)) == {}

@@ -116,22 +116,6 @@ def test_recipes_name_fields():
     assert recipe("train", unused=["gpus"]).reason_against("num_devices") == "this recipe has its own, or none"
 
 
-def test_the_flags_are_these():
-    """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
-    assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
-        "accumulate", "backbone", "backend", "backends", "batch_norm",
-        "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
-        "checkpoint_weights", "compile", "cut_at", "data_dir",
-        "dataset", "deterministic", "device", "device_counts", "devices",
-        "epochs", "fine_tuning_rate", "gpus", "hang_timeout", "head_epochs", "keep",
-        "learning_rate", "log_every", "lora_rank", "max_restarts", "max_steps",
-        "model", "optimizer", "output", "precision",
-        "preset", "remat", "repetitions", "resume", "seed", "shard", "size",
-        "split_size", "split_sizes", "strategy", "to", "tracker", "trials", "verbose",
-        "weights", "workdir", "workers",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("file", FLAGFILES, ids=lambda file: file.stem)
 def test_flagfiles(file):
     """Each parses, and its header tells the command, the expected result and time, and where they were measured."""

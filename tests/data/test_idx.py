@@ -18,13 +18,6 @@ def encode(array):
 IMAGES = np.arange(2 * 3 * 4, dtype="uint8").reshape(2, 3, 4)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_read(tmp_path, suffix):
-    path = tmp_path / f"images{suffix}"
-    path.write_bytes(gzip.compress(encode(IMAGES)) if suffix else encode(IMAGES))
-    np.testing.assert_array_equal(datasets.read_idx(str(path)), IMAGES)
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -29,34 +29,6 @@ def test_it_never_changes():
     ]
 
 
-def in_plain_numbers(place, size, keys):
-    """The same, one number at a time, in Python's numbers without a largest one."""
-
-    def hashed(number, base):
-        number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        number = (number ^ (number >> 27)) * 0x94D049BB133111EB % 2**64
-        return (number >> 32) * base >> 32
-
-    left_base = math.isqrt(size - 1) + 1
-    right_base = -(-size // left_base)
-    right_base += right_base % 2
-    while True:
-        left, right = divmod(place, right_base)
-        for first, second in zip(keys[::2].tolist(), keys[1::2].tolist(), strict=True):
-            left = (left + hashed(right ^ first, left_base)) % left_base
-            right = (right + hashed(left ^ second, right_base)) % right_base
-        place = left * right_base + right
-        if place < size:
-            return place
-
-
-@pytest.mark.parametrize("size", [1, 10, 60000, 10**9, 2**62 - 1])
-def test_nothing_overflows(size):
-    places, keys = [0, size // 3, size // 2, size - 1], round_keys(3, 4)
-    expected = [in_plain_numbers(place, size, keys) for place in places]
-    assert permuted(np.array(places), size, keys).tolist() == expected
-
-
 def test_each_number_comes_once():
     for size in (*range(1, 70), 127, 128, 129, 997, 1023, 1024, 1025, 65535, 65536, 65537, 100003):
         numbers = shuffled(size, 3, size)

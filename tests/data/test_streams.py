@@ -7,7 +7,7 @@ import pytest
 
 from kerasdp.data.batch import Feed
 from kerasdp.data.sampling import Split
-from kerasdp.data.streams import Stream, StreamReader
+from kerasdp.data.streams import StreamReader
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import Position, RunState
 
@@ -231,11 +231,3 @@ def test_weights_of_classes():
     weighted = reader_of(iter([(X[:3], Y[:3], np.ones(3))]), class_weight={0: 0.5})
     with pytest.raises(UserError, match="class_weight, or sample weights in the batches"):
         weighted.first()
-
-
-def test_a_stream_gives_back():
-    stream = Stream(iter([1, 2, 3]))
-    assert stream.peek() == 1
-    items = [stream.take(), stream.take()]
-    stream.give_back(items[1:])
-    assert [stream.take().data, stream.take().data] == [2, 3]

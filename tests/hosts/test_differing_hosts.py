@@ -1,15 +1,12 @@
 """Hosts of one run that were started differently: named in one line on each of them, soon, or trained alike."""
 
-import contextlib
 import json
-import os
 import re
-import signal
 import time
 
 import pytest
 
-from tests.helpers import HOST_BACKENDS, PROGRAMS, ROOT, finish, session_members, start
+from tests.helpers import HOST_BACKENDS, PROGRAMS, ROOT, finish, kill_session, start
 from tests.hosts.together import free_port, place_in_run
 
 pytestmark = pytest.mark.proof
@@ -31,9 +28,7 @@ def ended(programs, seconds):
         time.sleep(0.05)
     hang = [number for number, program in enumerate(programs) if program.poll() is None]
     for program in programs:
-        for pid in session_members(program.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_session(program.pid)
     done = [finish(program, 20) for program in programs]
     assert not hang, f"hosts {hang} hang\n" + "\n".join(each.stdout + each.stderr for each in done)
     return done

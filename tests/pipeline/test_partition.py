@@ -44,24 +44,6 @@ def assert_cut_is_right(model, stages, inputs):
 
 
 @pytest.mark.proof
-def test_every_cut_in_two_and_many_in_four():
-    model = small()
-    x = keras.ops.convert_to_tensor(np.random.RandomState(0).rand(2, 8, 8, 3).astype("float32"))
-    graph = Graph(model)
-    places = graph.places()
-    assert places == list(range(1, len(graph.calls)))
-    chosen = np.random.RandomState(0)
-    cuts = [[place] for place in places] + [sorted(chosen.choice(places, 3, replace=False)) for _ in range(20)]
-    for cut in cuts:
-        bounds = [0, *cut, len(graph.calls)]
-        stages = [
-            pipeline.Stage(model=graph.stage(*pair, "part"), layers=[], share=1 / (len(bounds) - 1), num_bytes=0)
-            for pair in zip(bounds, bounds[1:], strict=False)
-        ]
-        assert_cut_is_right(model, stages, [x])
-
-
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "size", "num_stages"),
     [

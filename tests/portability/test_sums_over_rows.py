@@ -2,7 +2,6 @@
 
 import inspect
 
-import keras
 import numpy as np
 import pytest
 from keras import losses, metrics, ops
@@ -11,6 +10,7 @@ import kerasdp
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import output_losses
 from kerasdp.portability.global_batch import BY_ROWS, adds_up, is_by_rows, shares_of
+from tests.portability.test_global_batch import Identity
 
 ROWS = 12
 NUMBERS = np.random.RandomState(0)
@@ -18,11 +18,6 @@ OUTPUTS = NUMBERS.uniform(0.05, 0.95, (ROWS, 3)).astype("float32")
 CLASSES = NUMBERS.randint(0, 3, (ROWS, 1))
 ONE_HOT = np.eye(3, dtype="float32")[CLASSES[:, 0]]
 PARTS = (slice(0, 5), slice(5, 6), slice(6, ROWS))
-
-
-class Identity(keras.Model):
-    def call(self, x):
-        return x
 
 
 def model_with(loss="mse", targets=ONE_HOT, outputs=OUTPUTS, **arguments):

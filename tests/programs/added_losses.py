@@ -160,45 +160,11 @@ def kept(runner):
                 self.parts.append(x)
             return sum(self.parts)
 
-    class Rounded(layers.Layer):
-        """Adds a loss of what it gets, as layers of quantization do."""
-
-        def call(self, x):
-            self.add_loss(0.1 * ops.sum(ops.square(x)))
-            return ops.round(64 * x) / 64
-
-    class Centred(layers.BatchNormalization):
-        """As batch norm, but without a variance, and by a mean that a layer within it gets: of the user's own."""
-
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self.rounded = Rounded()
-
-        def call(self, x, training=None, mask=None):
-            mean = self.rounded(ops.mean(x, 0))
-            if training:
-                self.moving_mean.assign(0.9 * self.moving_mean + 0.1 * mean)
-            return x - (mean if training else self.moving_mean)
-
-    class Kernel(layers.Layer):
-        """Gives a number for each two samples, and keeps what they add up to, as a Gaussian process does."""
-
-        def build(self, shape):
-            self.precision = self.add_weight(shape=(shape[-1],) * 2, initializer="zeros", trainable=False, name="sums")
-
-        def call(self, x, training=False):
-            outputs = ops.matmul(x, ops.transpose(x)) + 0.01 * ops.sum(self.precision)
-            if training:
-                self.precision.assign(0.9 * self.precision + ops.matmul(ops.transpose(x), x))
-            return outputs
-
     with runner.scope():
         inputs = keras.Input((6,))
         x = Range(name="range")(layers.Dense(8, "tanh")(inputs))
         x = Queue(name="queue")(Codebook(name="codebook")(Skips(name="skips")(x)))
-        x = layers.Dropout(0.2)(Centred(name="centred", center=False, scale=False)(x))
-        with_others = ops.mean(ops.tanh(Kernel(name="kernel")(x)), axis=1, keepdims=True)
-        model = keras.Model(inputs, layers.Dense(3)(ops.concatenate([x, with_others], axis=1)))
+        model = keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.2)(x)))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
     return evaluated(runner, model, numbers(0, ROWS, 6), np.arange(ROWS) % 3)

@@ -144,10 +144,6 @@ def train(runner):
 
 if __name__ == "__main__":
     backend, count, _, hang_timeout = sys.argv[1:]
-    try:
-        kerasdp.launch(
-            train, backend=backend, num_devices=int(count), device="cpu", hang_timeout=float(hang_timeout) or None
-        )
-    except kerasdp.RunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    kerasdp.launch(
+        train, backend=backend, num_devices=int(count), device="cpu", hang_timeout=float(hang_timeout) or None
+    )

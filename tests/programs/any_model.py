@@ -4,7 +4,6 @@ python any_model.py BACKEND NUM_DEVICES [CASE...]
 """
 
 import functools
-import json
 import os
 import sys
 
@@ -12,6 +11,7 @@ import model_kinds  # noqa: F401  # holds cases, as does the next
 import model_methods  # noqa: F401
 from model_case import CASES
 from model_changes import MADE_BEFORE, make_before
+from starting import printed
 
 import kerasdp
 
@@ -32,11 +32,9 @@ def outcome(function, runner):
 
 if __name__ == "__main__":
     backend, num_devices, *names = sys.argv[1:]
-    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "verbose": 0}
     os.environ["KERAS_BACKEND"] = backend
     if num_devices == "1":  # else it would have to be sent to other processes, and nothing starts
         make_before()
-    result = kerasdp.launch(functools.partial(train, names=names), **settings)
-    print("RESULT " + json.dumps(result))
+    printed(functools.partial(train, names=names), backend, num_devices)
 elif sys.argv[1:2] == ["torch"]:
     make_before()

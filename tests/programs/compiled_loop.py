@@ -3,10 +3,10 @@
 python compiled_loop.py BACKEND COMPILE
 """
 
-import json
 import sys
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -68,5 +68,4 @@ def train(runner):
 
 if __name__ == "__main__":
     name, compiled = sys.argv[1:]
-    settings = {"backend": name, "num_devices": 1, "device": "cpu", "precision": "float64", "verbose": 0}
-    print("RESULT " + json.dumps(kerasdp.launch(train, compile=compiled, **settings)))
+    printed(train, name, compile=compiled, precision="float64")

@@ -4,10 +4,10 @@ python data_on_device.py BACKEND NUM_DEVICES on|off
 """
 
 import functools
-import json
 import sys
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -37,18 +37,6 @@ def train(is_kept, runner):
     return {"history": history.history, "weights": weights, "reads": len(reads)}
 
 
-def main():
-    backend, count, choice = sys.argv[1:]
-    result = kerasdp.launch(
-        functools.partial(train, choice == "on"),
-        backend=backend,
-        device="cpu",
-        num_devices=int(count),
-        batch_size=8,
-        verbose=0,
-    )
-    print("RESULT " + json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    backend, count, choice = sys.argv[1:]
+    printed(functools.partial(train, choice == "on"), backend, count, batch_size=8)

@@ -15,9 +15,8 @@ if sys.argv[1] == "gpu":
     cuda_on_cpu.start()
 
 import torch  # noqa: E402
+from starting import printed
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-import kerasdp  # noqa: E402
 
 # Steps of the runs of which the difference is taken, and samples of each. Within the first run a model's weights are
 # read, too, up to the fifth step: have they changed?
@@ -191,10 +190,8 @@ def main():
     device, cases, *settings = sys.argv[1], *map(json.loads, sys.argv[2:])
     if device == "gpu":
         imitate_cuda()
-    choices = {"device": device, "num_devices": 1, "verbose": 0, "log_every": 1}
-    choices |= settings[0] if settings else {"compile": "off"}
-    found = kerasdp.launch(functools.partial(train, cases), backend="torch", **choices)
-    print("RESULT " + json.dumps(found))
+    choices = settings[0] if settings else {"compile": "off"}
+    printed(functools.partial(train, cases), "torch", device=device, log_every=1, **choices)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 Prints, for each layer, the losses of three steps in float64, or in a line why it is refused.
 """
 
-import json
 import sys
 
 import numpy as np
 from keras_layers import LAYERS
-
-import kerasdp
+from starting import printed
 
 ROWS = 6
 
@@ -44,6 +42,4 @@ def train(runner):
 
 
 if __name__ == "__main__":
-    backend, count = sys.argv[1], int(sys.argv[2])
-    found = kerasdp.launch(train, backend=backend, num_devices=count, device="cpu", precision="float64", verbose=0)
-    print("RESULT", json.dumps(found))
+    printed(train, *sys.argv[1:], precision="float64")

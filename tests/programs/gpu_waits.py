@@ -9,6 +9,7 @@ import threading
 import time
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -77,5 +78,4 @@ if __name__ == "__main__":
 
         tf.config.set_soft_device_placement(False)
     settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    choices = {"backend": sys.argv[1], "num_devices": int(sys.argv[2]), "device": sys.argv[3], "verbose": 0}
-    print("RESULT " + json.dumps(kerasdp.launch(train, **choices, log_every=1000, **settings)))
+    printed(train, *sys.argv[1:3], device=sys.argv[3], log_every=1000, **settings)

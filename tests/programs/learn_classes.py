@@ -1,6 +1,9 @@
 """User-defined classes that `learn.py` trains with. Imported within a run, when the backend is chosen."""
 
+import hashlib
+
 import keras
+import numpy as np
 from keras import ops
 
 
@@ -49,19 +52,6 @@ class LastOutputs(keras.metrics.Metric):
         pass
 
 
-class Jitter(keras.layers.Layer):
-    """A user-defined layer that draws with keras.random."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = keras.random.SeedGenerator()
-
-    def call(self, inputs, training=False):
-        if not training:
-            return inputs
-        return inputs + keras.random.truncated_normal(ops.shape(inputs), stddev=0.1, seed=self.numbers)
-
-
 class StepLosses(keras.callbacks.Callback):
     """The loss of each step: Keras' logs hold the mean of the epoch so far."""
 
@@ -77,6 +67,12 @@ class StepLosses(keras.callbacks.Callback):
 
     def listen(self, loss, learning_rate, num_rows):
         self.values.append(float(loss))
+
+
+def digest_of(model):
+    """Of all its variables: equal where all are, bit by bit."""
+    values = (np.ascontiguousarray(keras.ops.convert_to_numpy(variable)) for variable in model.variables)
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
 class OddRank(keras.callbacks.Callback):

@@ -86,13 +86,13 @@ def float8(runner):
 
 
 def random_layers(runner):
-    """Dropout of all kinds, and Keras' other random layers: masks bit for bit, and what is learned through them."""
+    """Dropout of all kinds: its masks, bit for bit."""
     import keras
     from keras import layers
-    from learn_classes import Jitter, LastOutputs, StepLosses
+    from learn_classes import LastOutputs
 
     random = np.random.RandomState(5)
-    x, y = random.rand(45, 6, 6, 4).astype("float32"), random.randint(0, 5, 45)
+    x = random.rand(45, 6, 6, 4).astype("float32")
 
     def mask(make_layers):
         with runner.scope():
@@ -107,40 +107,8 @@ def random_layers(runner):
         dropped = keras.ops.convert_to_numpy(last) == 0
         return [np.packbits(dropped).tobytes().hex(), float(dropped.mean())]
 
-    def learned(make_layers, of_inputs=False):
-        with runner.scope():
-            # Images are changed before the first weight: TensorFlow's gradient of moving one is only roughly right.
-            body = [*make_layers(), layers.Conv2D(6, 3)] if of_inputs else [layers.Conv2D(6, 3), *make_layers()]
-            model = keras.Sequential([*body, layers.Flatten(), layers.Dense(5)])
-            model.compile(
-                keras.optimizers.SGD(0.02, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            )
-        losses = StepLosses(runner)
-        runner.fit(model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses])
-        return losses.values
-
     return {
-        "masks": {
-            "dropout": mask(lambda: [layers.Dropout(0.3, seed=4), layers.Dropout(0.3)]),
-            "one_for_all": mask(lambda: [layers.Dropout(0.5, noise_shape=(1, 6, None, 4))]),
-            "one_for_axes": mask(
-                lambda: [layers.Dropout(0.3, noise_shape=(None, 1, 6, 4)), layers.SpatialDropout2D(0.4)]
-            ),
-        },
-        "losses": {
-            "noise": learned(
-                lambda: [
-                    layers.Dropout(0.3),
-                    layers.GaussianNoise(0.3),
-                    layers.GaussianDropout(0.3),
-                    layers.AlphaDropout(0.3),
-                    Jitter(),
-                ]
-            ),
-            "images": learned(
-                lambda: [layers.RandomFlip(), layers.RandomTranslation(0.2, 0.2), layers.RandomBrightness(0.2, (0, 1))],
-                of_inputs=True,
-            ),
-            "lstm": learned(lambda: [layers.Reshape((4, 24)), layers.LSTM(5, dropout=0.3, recurrent_dropout=0.2)]),
-        },
+        "dropout": mask(lambda: [layers.Dropout(0.3, seed=4), layers.Dropout(0.3)]),
+        "one_for_all": mask(lambda: [layers.Dropout(0.5, noise_shape=(1, 6, None, 4))]),
+        "one_for_axes": mask(lambda: [layers.Dropout(0.3, noise_shape=(None, 1, 6, 4)), layers.SpatialDropout2D(0.4)]),
     }

@@ -78,33 +78,6 @@ def two_heads(runner):
     }
 
 
-def contrastive(runner):
-    """A user-defined loss that needs inputs, and every sample together with every other."""
-    import keras
-    from keras import ops
-    from learn_classes import StepLosses
-
-    class Contrast(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(4)
-
-        def call(self, x):
-            return self.dense(x)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            near = ops.matmul(x, ops.transpose(x))
-            return ops.mean(ops.square(ops.matmul(y_pred, ops.transpose(y_pred)) - near))
-
-    x = np.random.RandomState(2).randn(33, 6).astype("float32")
-    with runner.scope():
-        model = Contrast()
-        model.compile(keras.optimizers.SGD(0.002))
-    losses = StepLosses(runner)
-    runner.fit(model, x, batch_size=7, epochs=2, verbose=0, callbacks=[losses])
-    return {"losses": losses.values}
-
-
 def masked_tokens(runner):
     """A loss and a metric for each token but the padding, of which each shard of a batch has another share."""
     import keras

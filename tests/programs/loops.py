@@ -170,6 +170,7 @@ def supervised(runner):
     """The loop beside `fit`: the same curve."""
     import keras
     from keras import layers
+    from learn_classes import StepLosses
 
     def made():
         model = keras.Sequential(
@@ -194,19 +195,9 @@ def supervised(runner):
         return {"loss": minimize(loss_of, model, optimizer)}
 
     x, y = numbers(0, ROWS, 4), np.arange(ROWS) % 3
-    logs = stepped(runner, step, x, y)
-    losses = []
-
-    class Losses(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            sums.append(float(keras.ops.convert_to_numpy(fitted.metrics[0].total)))
-
-    sums: list[float] = []
-    runner.fit(fitted, x, y, batch_size=BATCH, epochs=EPOCHS, callbacks=[Losses()], verbose=0)
-    for place, total in enumerate(sums):
-        before = sums[place - 1] if place % 4 else 0.0
-        losses.append({"loss": (total - before) / (BATCH if place % 4 < 3 else 5)})
-    return {"loop": logs, "fit": losses}
+    logs, losses = stepped(runner, step, x, y), StepLosses(runner)
+    runner.fit(fitted, x, y, batch_size=BATCH, epochs=EPOCHS, callbacks=[losses], verbose=0)
+    return {"loop": logs, "fit": [{"loss": loss} for loss in losses.values]}
 
 
 def norm_of_replicas(runner):

@@ -3,10 +3,10 @@
 python loops_refused.py BACKEND NUM_DEVICES
 """
 
-import json
 import sys
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 from kerasdp.errors import ReplicasDifferError
@@ -137,6 +137,4 @@ def train(runner):
 
 
 if __name__ == "__main__":
-    backend, num_devices = sys.argv[1:]
-    result = kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
-    print("RESULT " + json.dumps(result))
+    printed(train, *sys.argv[1:])

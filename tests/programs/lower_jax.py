@@ -106,7 +106,6 @@ def train(runner, case):
             BATCH_SIZE * int(np.prod(layer.output.shape[1:])) * 4 for layer in model.layers if layer.weights
         ],
         "gradients": sum(weight.value.nbytes for weight in model.trainable_variables),
-        "not_trained": sum(variable.value.nbytes for variable in model.non_trainable_variables),
         "num_trainable": len(model.trainable_variables),
         "num_non_trainable": len(model.non_trainable_variables),
         "num_slots": len(model.optimizer.variables),

@@ -50,18 +50,6 @@ def frozen_between_fits(runner):
 
 
 @case
-def frozen_by_callback(runner):
-    import keras
-
-    class Freeze(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.get_layer("first").trainable = epoch == 1
-
-    model = make(runner, mlp)
-    return fit(runner, model, epochs=4, callbacks=[Freeze()]) + sums(model)
-
-
-@case
 def unfrozen_without_compile(runner):
     """The optimizer was built without the weights of the layer that was frozen."""
     model = make(runner, mlp)
@@ -69,35 +57,6 @@ def unfrozen_without_compile(runner):
     fit(runner, model)
     model.get_layer("first").trainable = True
     return fit(runner, model)
-
-
-@case
-def no_scope(runner):
-    """Model, optimizer and metric made outside of `runner.scope()`, as in most scripts."""
-    import keras
-
-    optimizer = keras.optimizers.Adam(0.01)
-    model = mlp()
-    model.compile(
-        optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy()],
-    )
-    return fit(runner, model) + sums(model)
-
-
-@case
-def twice(runner):
-    """The same model twice, with a `compile` between, then another model."""
-    import keras
-
-    model = make(runner, mlp)
-    losses = fit(runner, model) + fit(runner, model)
-    with runner.scope():
-        compile_it(model, keras.optimizers.Adam(0.01))
-    losses += fit(runner, model)
-    other = make(runner, mlp)
-    return losses + fit(runner, other) + fit(runner, model) + sums(model) + sums(other)
 
 
 @case

@@ -172,32 +172,6 @@ def loss_whose_generator_the_model_does_not_hold(runner):
 
 
 @case
-def loss_that_keeps_a_variable(runner):
-    """As the centre of DINO: refused where it would be lost, on jax and on several devices."""
-    import keras
-    from keras import ops
-
-    class Centred(keras.losses.Loss):
-        def __init__(self):
-            super().__init__()
-            self.centre = keras.Variable(np.zeros(3, "float32"), trainable=False, name="centre")
-
-        def call(self, y_true, y_pred):
-            loss = ops.mean(ops.square(y_pred - self.centre), -1)
-            self.centre.assign(0.9 * self.centre + 0.1 * ops.mean(y_pred, 0))
-            return loss
-
-    with runner.scope():
-        model = mlp()
-        model.compile(keras.optimizers.SGD(0.1), Centred())
-    if runner.config.backend == "jax" or runner.devices.count > 1:
-        refused(lambda: fit(runner, model), "assigns to the variable centre, which is in no checkpoint")
-    else:
-        fit(runner, model)
-    return []
-
-
-@case
 def own_batch_norm(runner):
     """A class of the user's, which adds nothing; and the model is a plain one of Keras after its training."""
     import keras

@@ -7,8 +7,7 @@ import json
 import sys
 
 import numpy as np
-
-import kerasdp
+from starting import printed
 
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -93,11 +92,5 @@ def train(runner):
     return {name: result(name) for name in names if is_plain or "own step" not in name}
 
 
-def main():
-    backend, fields = sys.argv[1], json.loads(sys.argv[2])
-    result = kerasdp.launch(train, **{"backend": backend, "device": "cpu", "batch_size": 11, "verbose": 0} | fields)
-    print("RESULT " + json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    printed(train, sys.argv[1], **{"batch_size": 11} | json.loads(sys.argv[2]))

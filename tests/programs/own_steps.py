@@ -3,51 +3,10 @@ in the form of each backend's guide.
 """
 
 import numpy as np
-from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, is_native, main, minimizing, numbers
+from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, main, minimizing, numbers
 from own_steps_clipped import clipped
 from own_steps_contrastive import neighbours
 from own_steps_refused import float8, foreign_numbers, largest_output, not_built, queue, spare_optimizer
-
-import kerasdp
-
-
-def custom_step(runner):
-    """Own loss and metric trackers; data come as `x, y`."""
-    import keras
-
-    class CustomStep(minimizing()):
-        def __init__(self):
-            super().__init__()
-            self.hidden = keras.layers.Dense(6, "relu")
-            self.drop = keras.layers.Dropout(0.3)
-            self.norm = keras.layers.BatchNormalization()
-            self.last = keras.layers.Dense(1)
-            self.tracker = keras.metrics.Mean(name="loss")
-            self.error = keras.metrics.MeanAbsoluteError(name="mae")
-
-        @property
-        def metrics(self):
-            return [self.tracker, self.error]
-
-        def call(self, x, training=False):
-            return self.last(self.drop(self.norm(self.hidden(x), training=training), training=training))
-
-        def train_step(self, data):
-            x, y = data
-
-            def loss_of():
-                outputs = self(x, training=True)
-                return keras.ops.mean(keras.losses.mean_squared_error(y, outputs)), outputs
-
-            loss, outputs = self.minimize(loss_of, self.trainable_weights, self.optimizer, has_aux=True)
-            self.tracker.update_state(loss)
-            self.error.update_state(y, outputs)
-            return {metric.name: metric.result() for metric in self.metrics} | {"raw": loss}
-
-    with runner.scope():
-        model = in_form_of_backend(CustomStep)()
-        model.compile(keras.optimizers.Adam(0.01))
-    return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 1))
 
 
 def gan(runner):
@@ -100,58 +59,6 @@ def gan(runner):
         model = in_form_of_backend(Gan)()
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.003, clipnorm=1.0), loss)
-    return fitted(runner, model, numbers(0, ROWS, 4))
-
-
-def gradient_penalty(runner):
-    """Gradients of gradients, three steps of the critic for one of the generator."""
-    import keras
-    from keras import layers, ops
-
-    def gradients_of(critic, mixed):
-        if not is_native():
-            return kerasdp.value_and_grad(lambda mixed: ops.sum(critic(mixed)))(mixed)[1]
-        if keras.backend.backend() == "torch":
-            import torch
-
-            mixed = mixed.detach().requires_grad_(True)
-            return torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)[0]
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            tape.watch(mixed)
-            judged = critic(mixed, training=True)
-        return tape.gradient(judged, mixed)
-
-    class Wgan(minimizing()):
-        def __init__(self):
-            super().__init__()
-            self.critic = keras.Sequential([keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)])
-            self.maker = keras.Sequential([keras.Input((3,)), layers.Dense(8, "tanh"), layers.Dense(4)])
-            self.seeds = keras.random.SeedGenerator(3)
-            self.for_critic, self.for_maker = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)
-
-        def train_step(self, real):
-            rows = ops.shape(real)[0]
-            for _ in range(3):
-                made = ops.stop_gradient(self.maker(keras.random.normal((rows, 3), seed=self.seeds)))
-                share = keras.random.uniform((rows, 1), seed=self.seeds)
-
-                def loss_of(made=made, share=share):
-                    slope = gradients_of(self.critic, share * real + (1 - share) * made)
-                    penalty = ops.mean(ops.square(ops.sqrt(ops.sum(ops.square(slope), axis=1)) - 1))
-                    return ops.mean(self.critic(made)) - ops.mean(self.critic(real)) + 10.0 * penalty
-
-                critic = self.minimize(loss_of, self.critic.trainable_weights, self.for_critic)
-            noise = keras.random.normal((rows, 3), seed=self.seeds)
-            maker = self.minimize(
-                lambda: -ops.mean(self.critic(self.maker(noise))), self.maker.trainable_weights, self.for_maker
-            )
-            return {"critic": critic, "maker": maker}
-
-    with runner.scope():
-        model = Wgan()
-        model.compile()
     return fitted(runner, model, numbers(0, ROWS, 4))
 
 
@@ -271,7 +178,7 @@ def as_in_the_guide(runner):
 
 if __name__ == "__main__":
     cases = (
-        custom_step, steps_of_keras, as_in_the_guide, gan, gradient_penalty, vae, neighbours, clipped, queue, float8,
+        steps_of_keras, as_in_the_guide, gan, vae, neighbours, clipped, queue, float8,
         foreign_numbers, largest_output, not_built, spare_optimizer,
     )  # fmt: skip
     main({case.__name__: case for case in cases})

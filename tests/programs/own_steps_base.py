@@ -6,6 +6,7 @@ import os
 import sys
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -21,8 +22,8 @@ def main(cases, **settings):
     backend, num_devices, *names = sys.argv[1:]
     more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
     chosen = {name: cases[name] for name in names or cases}
-    settings |= {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
-    print("RESULT " + json.dumps(kerasdp.launch(functools.partial(outcomes, chosen), **settings, verbose=0)))
+    settings |= {"precision": "float64"} | more
+    printed(functools.partial(outcomes, chosen), backend, num_devices, **settings)
 
 
 def outcomes(cases, runner):

@@ -15,7 +15,7 @@ import numpy as np
 import kerasdp
 from tests.programs import sharded
 
-ROWS, BATCH, EPOCHS = sharded.ROWS, sharded.BATCH, sharded.EPOCHS
+BATCH, EPOCHS = sharded.BATCH, sharded.EPOCHS
 PATTERNS = {
     "tied": "dense*, layer_normal*",
     "conv": "conv2d*,batch_norm*,dropout*",
@@ -68,14 +68,7 @@ def train(runner, cases, epochs):
 def outcome(runner, case, epochs):
     import keras
 
-    numbers = np.random.RandomState(0)
-    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
-    y = numbers.randint(0, 10, ROWS)
-    with runner.scope():
-        model = model_of("tied" if case == "own" else case)
-        optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0, weight_decay=0.01)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer, loss, metrics=["accuracy"])
+    model, loss, x, y = sharded.compiled(runner, case, model_of)
     if case == "own":
         losses = sharded.looped(runner, model, loss, x, y, epochs)
     else:

@@ -9,14 +9,12 @@ most; the seconds of a step, and losses.
 
 import contextlib
 import functools
-import json
 import os
 import sys
 import time
 
 import numpy as np
-
-import kerasdp
+from starting import printed
 
 BLOCKS, LENGTH, WIDTH, HEADS, BATCH, STEPS = int(os.environ.get("BLOCKS", 8)), 256, 128, 4, 16, 6
 
@@ -116,14 +114,5 @@ if __name__ == "__main__":
     if shard != "none":
         settings["shard"] = shard
     is_eager = (backend, compiles) == ("torch", "off")
-    found = kerasdp.launch(
-        functools.partial(train, is_eager=is_eager),
-        backend=backend,
-        num_devices=1 if shard == "none" else 2,
-        device="cpu",
-        verbose=0,
-        remat=remat,
-        check="off",
-        **settings,
-    )
-    print("RESULT " + json.dumps(found))
+    num_devices = 1 if shard == "none" else 2
+    printed(functools.partial(train, is_eager=is_eager), backend, num_devices, remat=remat, check="off", **settings)

@@ -6,7 +6,6 @@ python resume.py SETTINGS: fields of kerasdp.Config as JSON, and
     export: a file for the model that was trained
 """
 
-import hashlib
 import json
 import os
 import pathlib
@@ -25,6 +24,7 @@ SETTINGS = json.loads(os.environ["KERASDP_TEST_SETTINGS"]) if "KERASDP_TEST_SETT
 def train(runner):
     import keras
     from keras import layers
+    from learn_classes import digest_of
 
     x = np.random.RandomState(0).randn(150, 6).astype("float32")
     y = (x[:, 0] + x[:, 1] ** 2 > 1).astype("int32") + (x[:, 2] > 0)
@@ -46,11 +46,8 @@ def train(runner):
     history = runner.fit(model, x, y, epochs=runner.config.epochs, validation_split=0.2, callbacks=callbacks)
     if "export" in SETTINGS:
         kerasdp.export(model, SETTINGS["export"])
-    digest = hashlib.sha256()
-    for variable in model.variables:
-        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
     return {
-        "weights": digest.hexdigest(),
+        "weights": digest_of(model),
         "history": history.history,
         "best": float(callbacks[1].best),
         "waited": callbacks[1].wait,
@@ -107,12 +104,7 @@ def main():
     globals()["SETTINGS"] = settings
     fields = {name: value for name, value in settings.items() if name not in ("trouble", "at_step", "units", "export")}
     fields = {"device": "cpu", "verbose": 0, "log_every": 1, "batch_size": 13} | fields
-    try:
-        result = kerasdp.launch(train, kerasdp.Config(**fields))
-    except kerasdp.RunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    print("RESULT", json.dumps(result))
+    print("RESULT", json.dumps(kerasdp.launch(train, kerasdp.Config(**fields))))
 
 
 if __name__ == "__main__":

@@ -3,17 +3,14 @@
 python row_axes.py BACKEND NUM_DEVICES
 """
 
-import json
 import sys
 
 import keras
 import numpy as np
 from keras import layers, ops
+from starting import printed
 
 import kerasdp
-from kerasdp.portability import row_search
-from kerasdp.portability.replica_context import FIRST, RowAxes
-from kerasdp.training import first_step_check, prepare
 
 # Samples of an uneven batch: the last device has padding.
 ROWS = 9
@@ -188,20 +185,9 @@ MODELS = {
 }
 
 
-class ByShape(RowAxes):
-    """The rule that the search replaced: rows are on axis 0, wherever that is as long as a replica has rows."""
-
-    def find(self, key, number, shape, tensor, name):
-        return FIRST if shape[:1] in ((4,), (5,)) else None  # of the check's seven rows, and of the batch
-
-
 def train(runner):
     results = train_all(runner, MODELS)
     results["predictions"] = {name: predicted(runner, name) for name in ("mix", "time first", "mix of operations")}
-    if runner.strategy.splits_batches:
-        prepare.find_row_axes = lambda model, _: row_search._found.put(model, {"call": ([], ByShape())})
-        first_step_check._calls_with_all_rows = lambda *_: False
-        results["without the search"] = train_all(runner, ("windows", "time first", "views", "mix"))
     return results
 
 
@@ -242,8 +228,4 @@ def train_all(runner, names):
 
 
 if __name__ == "__main__":
-    backend, num_devices = sys.argv[1:3]
-    print(
-        "RESULT "
-        + json.dumps(kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0))
-    )
+    printed(train, *sys.argv[1:3])

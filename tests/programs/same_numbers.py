@@ -7,8 +7,7 @@ import json
 import sys
 
 import numpy as np
-
-import kerasdp
+from starting import printed
 
 
 def probabilities(keras, numbers):
@@ -59,30 +58,6 @@ def zeros(keras, numbers):
     return keras.Model(inputs, outputs), "mse", x, numbers.randn(24, 1).astype("float32")
 
 
-def attention_by_backend(keras, numbers):
-    """As KerasHub's layers: by Keras' Softmax layer on tensorflow, by its fused attention elsewhere."""
-
-    class Attention(keras.layers.Layer):
-        def build(self, shape):
-            self.values = keras.layers.Dense(8, name="values")
-            self.values.build(shape)
-            self.softmax = keras.layers.Softmax()
-
-        def call(self, x, mask):
-            heads, values = x[:, :, None, :], self.values(x)
-            if keras.backend.backend() == "tensorflow":
-                scores = self.softmax(keras.ops.einsum("bqw,bkw->bqk", x, x) * 8**-0.5, mask=mask)
-                return keras.ops.matmul(scores, values)
-            values = keras.ops.dot_product_attention(heads, heads, values[:, :, None, :], mask=mask[:, None])
-            return keras.ops.squeeze(values, 2)
-
-    inputs, lengths = keras.Input((6, 8)), keras.Input((), dtype="int32")
-    mask = keras.ops.reshape(lengths, (-1, 1, 1)) > np.arange(6)
-    outputs = keras.layers.Dense(1)(Attention()(inputs, mask))
-    x = [numbers.randn(24, 6, 8).astype("float32"), numbers.randint(0, 5, 24).astype("int32")]
-    return keras.Model([inputs, lengths], outputs), "mse", x, numbers.randn(24, 6, 1).astype("float32")
-
-
 def masked_and_weighted(keras, numbers):
     """Outputs with a mask, sample weights for each token: Keras multiplies these by the mask."""
     inputs = keras.Input((6,), dtype="int32")
@@ -90,21 +65,6 @@ def masked_and_weighted(keras, numbers):
     tokens = np.where(np.arange(6) < numbers.randint(1, 7, 24)[:, None], numbers.randint(1, 9, (24, 6)), 0)
     weights = numbers.rand(24, 6).astype("float32")
     return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 6, 1).astype("float32"), weights
-
-
-def products_of_four_axes(keras, numbers):
-    """Of tensors of shape (samples, 1, 8, 8) and a weight, by the operator, with which oneDNN damages memory."""
-
-    class Product(keras.layers.Layer):
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=(8, 8))
-
-        def call(self, x):
-            return x @ keras.ops.convert_to_tensor(self.kernel) + keras.ops.matmul(x, self.kernel[None, None])
-
-    inputs = keras.Input((1, 8, 8))
-    x = numbers.randn(24, 1, 8, 8).astype("float32")
-    return keras.Model(inputs, Product()(Product()(inputs))), "mse", x, numbers.randn(24, 1, 8, 8).astype("float32")
 
 
 def constants(keras, numbers):
@@ -159,30 +119,11 @@ def moved(keras, numbers):
     return _beside_one_another(keras, numbers, found)
 
 
-def changed(keras, numbers):
-    """All other layers that draw for images, but for those that a line names when a run begins, in 30 steps."""
-    from keras_layers import LAYERS
-
-    range_of = {"value_range": (0, 1)}
-    named = ("AugMix", "CutMix", "MixUp", "Mosaic", "RandAugment", "RandomElasticTransform")
-    of_moved = ("Crop", "Perspective", "Rotation", "Shear", "Translation", "Zoom")
-    found = []
-    for name, (make, shape) in LAYERS.items():
-        if shape == (2, 8, 8, 3) and name not in named and name not in [f"Random{kind}" for kind in of_moved]:
-            config = make().get_config()
-            kind = getattr(keras.layers, name)
-            found.append(kind.from_config(config | (range_of if "value_range" in config else {})))
-    kinds = ("AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise", "SpatialDropout2D")
-    found += [getattr(keras.layers, name)(0.3) for name in kinds]
-    found += [getattr(keras.layers, name)(**range_of) for name in ("AutoContrast", "Equalization")]
-    return _beside_one_another(keras, numbers, found)
-
-
 CASES = {
     case.__name__: case
     for case in (
-        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes,
-        constants, largest, moved, changed,
+        probabilities, attention, zeros, masked_and_weighted,
+        constants, largest, moved,
     )
 }  # fmt: skip
 
@@ -217,19 +158,12 @@ def train(runner):
     # Micro-batches of an output that carries a mask are refused, and such as mix samples.
     in_parts = runner.config.accumulate > 1 or runner.config.strategy == "pipeline"
     left_out = [
-        *("constants", "moved", "changed"),  # of which only float64 tells
+        *("constants", "moved"),  # of which only float64 tells
         *(["masked_and_weighted", "largest"] if in_parts else []),
     ]
     names = sys.argv[3:] or [name for name in CASES if name not in left_out]
-    in_graphs = ("moved", "changed")
-    return {name: [result(name, each) for each in is_eager if not each or name not in in_graphs] for name in names}
-
-
-def main():
-    backend, fields = sys.argv[1], json.loads(sys.argv[2])
-    result = kerasdp.launch(train, **{"backend": backend, "device": "cpu", "batch_size": 12, "verbose": 0} | fields)
-    print("RESULT " + json.dumps(result))
+    return {name: [result(name, each) for each in is_eager if not each or name != "moved"] for name in names}
 
 
 if __name__ == "__main__":
-    main()
+    printed(train, sys.argv[1], **{"batch_size": 12} | json.loads(sys.argv[2]))

@@ -9,8 +9,7 @@ import os
 import sys
 
 import numpy as np
-
-import kerasdp
+from starting import printed
 
 
 def train(steps_per_execution, runner):
@@ -45,24 +44,7 @@ def train(steps_per_execution, runner):
     }
 
 
-def main():
-    backend, count, steps, end, workdir = sys.argv[1:]
-    result = kerasdp.launch(
-        functools.partial(train, int(steps)),
-        backend=backend,
-        device="cpu",
-        num_devices=int(count),
-        batch_size=8,
-        verbose=0,
-        max_steps=int(end) or None,
-        checkpoint_every="3",
-        keep=100,
-        log_every=1,
-        workdir=workdir,
-        resume=True,
-    )
-    print("RESULT", json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    backend, count, steps, end, workdir = sys.argv[1:]
+    files = {"checkpoint_every": "3", "keep": 100, "log_every": 1, "workdir": workdir, "resume": True}
+    printed(functools.partial(train, int(steps)), backend, count, batch_size=8, max_steps=int(end) or None, **files)

@@ -10,10 +10,10 @@ Prints, by case: losses, whether the devices agree, and the bytes of weights and
 import contextlib
 import functools
 import gc
-import json
 import sys
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -59,6 +59,22 @@ def model_of(case):
     return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def compiled(runner, case, model_of):
+    """The model of a case, its loss, and data."""
+    import keras
+
+    numbers = np.random.RandomState(0)
+    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
+    y = numbers.randint(0, 10, ROWS)
+    with runner.scope():
+        model = model_of("tied" if case in ("own", "resume") else case)
+        # All gradients at once, and their weights, as well as each number for itself.
+        optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0, weight_decay=0.01)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    return model, loss, x, y
+
+
 def train(runner, cases, epochs):
     return {case: outcome(runner, case, epochs) for case in cases}
 
@@ -69,15 +85,7 @@ def outcome(runner, case, epochs):
     if case in OTHERS:
         return {"losses": OTHERS[case](runner)}
     before = living_bytes()  # of the models of other cases
-    numbers = np.random.RandomState(0)
-    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
-    y = numbers.randint(0, 10, ROWS)
-    with runner.scope():
-        model = model_of("tied" if case in ("own", "resume") else case)
-        # All gradients at once, and their weights, as well as each number for itself.
-        optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0, weight_decay=0.01)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer, loss, metrics=["accuracy"])
+    model, loss, x, y = compiled(runner, case, model_of)
     others = {}
     if case == "own":
         losses = looped(runner, model, loss, x, y, epochs)
@@ -99,7 +107,7 @@ def outcome(runner, case, epochs):
             )  # fmt: skip
         losses, held = found.history["loss"] + found.history["val_loss"], max(seen, default=None)
         others["living"] = max(living, default=None)
-    groups = model.weights, optimizer.variables
+    groups = model.weights, model.optimizer.variables
     return {
         "losses": losses,
         "diverged": runner.strategy.diverged_variables(model),
@@ -229,8 +237,5 @@ if __name__ == "__main__":
     if cases[0] == "resume":
         _, folder, epochs = cases
         cases, settings = ["resume"], settings | {"workdir": folder, "resume": True, "checkpoint_every": 3}
-    result = kerasdp.launch(
-        functools.partial(train, cases=cases, epochs=int(epochs)), backend=backend, num_devices=int(num_devices),
-        device="cpu", verbose=0, **{"precision": "float64", **settings},
-    )  # fmt: skip
-    print("RESULT " + json.dumps(result))
+    settings |= {"precision": "float64"}
+    printed(functools.partial(train, cases=cases, epochs=int(epochs)), backend, num_devices, **settings)

@@ -2,10 +2,10 @@
 
 import collections
 import functools
-import json
 import sys
 
-import kerasdp
+from starting import printed
+
 from tests.programs import sharded
 
 
@@ -31,8 +31,4 @@ def train(runner, case):
 
 if __name__ == "__main__":
     shard, case = sys.argv[1:]
-    result = kerasdp.launch(
-        functools.partial(train, case=case), backend="torch", num_devices=2, device="cpu", compile="on", verbose=0,
-        shard=shard,
-    )  # fmt: skip
-    print("RESULT " + json.dumps(result))
+    printed(functools.partial(train, case=case), "torch", 2, compile="on", shard=shard)

@@ -5,12 +5,12 @@ python torch_ranks.py
 
 import copy
 import gc
-import json
 import os
 import types
 import weakref
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -45,7 +45,6 @@ def exchange(runner):
         "gathered": gathered,
         "buckets": buckets,
         "scattered": scattered,
-        "asked": asked(runner.strategy.processes),
         "keys": [joined_with(key) for key in (b"known", b"of rank %d" % rank)],
     }
     found["statistics"] = [trained(runner, has_own) for has_own in (False, True)]
@@ -62,11 +61,6 @@ def joined_with(key):
         return GlooProcesses(key).num_processes
     except kerasdp.RunError as error:
         return str(error)
-
-
-def asked(processes):
-    """What ranks answer: whether any of them wants to stop."""
-    return [processes.any_rank(flag) for flag in (False, processes.rank == 1, True)]
 
 
 def trained(runner, has_own):
@@ -177,5 +171,4 @@ def averaged(rank, bucket_bytes, is_shared):
 
 
 if __name__ == "__main__":
-    result = kerasdp.launch(exchange, backend="torch", num_devices=2, device="cpu", verbose=0)
-    print("RESULT " + json.dumps(result))
+    printed(exchange, "torch", 2)

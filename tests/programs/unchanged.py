@@ -8,6 +8,7 @@ import json
 import sys
 
 import numpy as np
+from starting import printed
 
 import kerasdp
 
@@ -115,6 +116,4 @@ def train(others, runner):
 if __name__ == "__main__":
     backend, count, *settings = sys.argv[1:]
     choices = json.loads(settings[0]) if settings else {}
-    function = functools.partial(train, not settings)
-    common = {"backend": backend, "num_devices": int(count), "device": "cpu", "precision": "float64", "verbose": 0}
-    print("RESULT " + json.dumps(kerasdp.launch(function, **common, **choices)))
+    printed(functools.partial(train, not settings), backend, count, precision="float64", **choices)

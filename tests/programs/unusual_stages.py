@@ -3,11 +3,8 @@
 python unusual_stages.py
 """
 
-import json
-
 import numpy as np
-
-import kerasdp
+from starting import printed
 
 
 def net(keras, first):
@@ -51,15 +48,6 @@ def with_a_class(keras):
     return model, keras.optimizers.Adam(0.01)
 
 
-def inside(keras):
-    """Cut within a model that is in the model."""
-    tensor = keras.Input((8,))
-    first = keras.layers.Dense(8, "tanh", name="first")
-    backbone = keras.Model(tensor, keras.layers.Dense(8, "tanh", bias_initializer="ones")(first(tensor)), name="body")
-    inputs = keras.Input((8,))
-    return keras.Model(inputs, keras.layers.Dense(1)(backbone(inputs))), keras.optimizers.Adam(0.01)
-
-
 def two_models(keras, runner, x):
     """One beside the other, in turns: each keeps its stages."""
     pair = [net(keras, keras.layers.Dense(8, "tanh", name="first")) for _ in range(2)]
@@ -79,7 +67,7 @@ def train(runner):
     x = np.random.RandomState(0).randn(32, 8).astype("float32")
     choices = {"epochs": 3, "shuffle": False, "verbose": 0}
     results = {}
-    for make in (frozen, without_weights, spared, nothing_decays, with_a_class, inside):
+    for make in (frozen, without_weights, spared, nothing_decays, with_a_class):
         (model, optimizer), (plain, other) = make(keras), make(keras)
         loss, y = "mse", x[:, :1]
         if make is with_a_class:
@@ -95,5 +83,4 @@ def train(runner):
 
 
 if __name__ == "__main__":
-    choices = {"strategy": "pipeline", "cut_at": "first", "device": "cpu", "verbose": 0}
-    print("RESULT", json.dumps(kerasdp.launch(train, backend="torch", batch_size=16, **choices)))
+    printed(train, "torch", 2, strategy="pipeline", cut_at="first", batch_size=16)

@@ -3,13 +3,11 @@
 python walks.py WORKDIR
 """
 
-import json
 import sys
 
 import numpy as np
+from starting import printed
 from tensorflow.python.ops import op_selector
-
-import kerasdp
 
 
 def longest_walk(depth, runner):
@@ -39,7 +37,4 @@ def longest_walks(runner):
 
 
 if __name__ == "__main__":
-    result = kerasdp.launch(
-        longest_walks, backend="tensorflow", device="cpu", num_devices=2, batch_size=8, verbose=0, workdir=sys.argv[1]
-    )
-    print("RESULT", json.dumps(result))
+    printed(longest_walks, "tensorflow", 2, batch_size=8, workdir=sys.argv[1])

@@ -4,14 +4,13 @@ python wrong_data.py BACKEND NUM_DEVICES [CASE...]
 """
 
 import functools
-import json
 import sys
 import warnings
 
 import keras
 import numpy as np
+from starting import printed
 
-import kerasdp
 from kerasdp.errors import RunError
 
 X = np.random.RandomState(0).randn(24, 4).astype("float32")
@@ -162,5 +161,4 @@ class Counter(keras.callbacks.Callback):
 if __name__ == "__main__":
     backend, count, *names = sys.argv[1:]
     function = functools.partial(train, names=names or [name for name in CASES if name not in LATER or count == "1"])
-    result = kerasdp.launch(function, backend=backend, num_devices=int(count), device="cpu", verbose=0)
-    print("RESULT " + json.dumps(result))
+    printed(function, backend, count)

@@ -1,16 +1,14 @@
 """recipes/predict.py, evaluate.py and export.py: any model on any backend and number of devices, each sample once."""
 
-import csv
 import functools
 import json
 import re
-import shutil
 
 import keras
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, run
+from tests.helpers import BACKENDS, run
 from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2, some_of
 
 
@@ -95,25 +93,6 @@ def test_wrong_use_is_one_line(trained, tmp_path):
         workdir = [] if recipe == "export" else [f"--workdir={tmp_path}/run"]
         assert_one_line_and_exit_code_2(use(recipe, *flags, *workdir, backend=BACKENDS[0]), words)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_copies_in_an_empty_folder(backend, trained, tmp_path):
-    """What is exported by one is evaluated, and predicted, by the others."""
-    for name in ("evaluate", "predict", "export"):
-        shutil.copy(ROOT / "recipes" / f"{name}.py", tmp_path)
-    own = (f"--backend={backend}", "--device=cpu")
-    for name, flags in {
-        "export": [f"--checkpoint={trained(BACKENDS[BACKENDS.index(backend) - 1])}", "--to=model.keras"],
-        "evaluate": ["--checkpoint=model.keras", "--gpus=2", "--workdir=run"],
-        "predict": ["--checkpoint=model.keras", "--gpus=2", "--workdir=run"],
-    }.items():
-        done = run(f"{name}.py", *own, *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
-        assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["dataset"] == "digits"
-    with open(tmp_path / "run" / "predictions.csv", newline="") as file:
-        assert [len(row) for row in csv.reader(file)] == [10] * 360
 
 
 @pytest.mark.proof

@@ -45,18 +45,6 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-def test_every_second_step_has_a_line_with_its_own_loss(tmp_path):
-    state, recorder = recorder_for(tmp_path)
-    for loss in (1.0, 2.0, 3.0, 4.0, 5.0):
-        call(state, recorder, loss)
-    recorder.catch_up()
-    recorder.close()
-    assert [(line["step"], line["epoch"], line["loss"], line["learning_rate"]) for line in lines(tmp_path)] == [
-        (2, 1, 2.0, 0.5),
-        (4, 1, 4.0, 0.5),
-    ]
-
-
 class Device:
     """A clock, and a device that takes a second for a step: the host waits for each, or runs ahead until it asks."""
 
@@ -156,27 +144,6 @@ def test_a_step_without_a_loss_is_no_error(tmp_path):
     recorder.catch_up()
     recorder.close()
     assert [line["loss"] for line in lines(tmp_path)] == [2.0]
-
-
-def test_report_and_history_of_a_run_that_max_steps_ends(tmp_path):
-    state, recorder = recorder_for(tmp_path, max_steps=3)
-    for loss in (1.0, 2.0, 3.0):
-        call(state, recorder, loss)
-    assert state.is_at_last_step
-    state.end_epoch()
-    recorder.on_epoch_end(0, {"loss": 2.0})
-    recorder.on_train_end()
-    recorder.close()
-    assert [row.split(",")[:2] for row in (tmp_path / "history.csv").read_text().splitlines()][1] == ["1", "2.0"]
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["steps"] == 3 and report["final"] == {"loss": 2.0}
-
-
-def test_a_closed_recorder_hears_nothing(tmp_path):
-    state, recorder = recorder_for(tmp_path)
-    recorder.close()
-    state.after_step(float("nan"), np.arange(4), {}, 0.5)
-    recorder.catch_up()  # would raise
 
 
 def test_rates_have_no_digits_of_round_off(tmp_path):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, run, session_members, start
+from tests.helpers import BACKENDS, PROGRAMS, all_but, killed_at_the_end, left_after, run, start
 
 
 def fail(backend, count, mode, folder):
@@ -58,10 +58,10 @@ def test_ctrl_c_while_threads_are_started_ends_the_program():
     assert done.returncode == 130 and not done.stderr
 
 
-OTHER = "UserError: the ranks do different things: "
+OTHER = "error: the ranks do different things: "
 # Of ranks whose exchanges are of different kinds the first that sees it says where it is.
 ELSEWHERE = OTHER + r"rank \d, at .*, and another one wait for each other in different calls: fit, evaluate"
-SAME = r"UserError: fit \(alone.py:\d+\): expected the same "
+SAME = r"error: fit \(alone.py:\d+\): expected the same "
 # What one rank does alone: the exit code, and what is said.
 ALONE = {
     "evaluates_before_fit": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 calls fit \(alone.py:\d+\)"),
@@ -88,7 +88,7 @@ ALONE = {
     "exits": (1, r"rank 1 ended by itself, without an error"),
     "calls_sys_exit": (2, ELSEWHERE),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
-    "launches": (2, r"UserError: launch: the function of another launch runs in this process"),
+    "launches": (2, r"error: launch: the function of another launch runs in this process"),
     "sleeps": (
         1,
         r"rank 1 hangs at .*alone.py:\d+, in .*, rank 0 waits at .*alone.py:\d+, in fit: nothing moved for 3 s",
@@ -140,20 +140,16 @@ def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end)
     process = start(PROGRAMS / "alone.py", "torch", 2, "ignores_signals", 0, backend="torch")
     next(line for line in process.stdout if line.startswith("BEGIN"))
     begin = time.monotonic()
-    try:
+    with killed_at_the_end(process):
         process.send_signal(number)
         process.wait(timeout=40)
-        while session_members(process.pid) and time.monotonic() - begin < 40:
-            time.sleep(0.1)
+        left = left_after(process.pid, 40)
         seconds, said = time.monotonic() - begin, process.stderr.read()
         print(f"{number.name}: {seconds:.1f} s, exit code {process.returncode}: {said}")
-        assert session_members(process.pid) == [] and seconds < seconds_to_end
+        assert left == [] and seconds < seconds_to_end
         if number == signal.SIGTERM:
             assert process.returncode == 128 + signal.SIGTERM
             assert re.search(r"SIGTERM was ignored for 2\d s: rank 0 hangs at .*, in <lambda>, rank 1 .*; killed", said)
-    finally:
-        for left in session_members(process.pid):
-            os.kill(left, signal.SIGKILL)
 
 
 def started(backend, mode, folder):
@@ -179,7 +175,7 @@ IN_SHORT = (("torch", "ctrl-c"), ("jax", "term"), ("tensorflow", "ctrl-c"))  # t
 def test_a_signal_ends_everything(name, kind, tmp_path):
     number, code = SIGNALS[kind]
     process = started(name, "wait", tmp_path)
-    try:
+    with killed_at_the_end(process):
         # A terminal sends Ctrl-C to every process of the group, `kill` to one.
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
@@ -187,43 +183,29 @@ def test_a_signal_ends_everything(name, kind, tmp_path):
             process.send_signal(number)
         begin = time.monotonic()
         assert process.wait(timeout=20) == code
-        while session_members(process.pid) and time.monotonic() - begin < 20:
-            time.sleep(0.1)
-        assert session_members(process.pid) == []
+        assert left_after(process.pid, 20) == []
         assert time.monotonic() - begin < 10
         assert "Traceback" not in process.stderr.read()
-    finally:
-        for left in session_members(process.pid):
-            os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_all_processes_is_one_signal(number, tmp_path):
     """Schedulers send it to all processes of a job; the first of them passes it on, too."""
     process = started(BACKENDS[0], "wait", tmp_path)
-    try:
+    with killed_at_the_end(process):
         os.killpg(process.pid, number)
         assert process.wait(timeout=20) == 99
         assert re.search(r"stopped by .* after step \d+, saved in", process.stderr.read())
-    finally:
-        for left in session_members(process.pid):
-            os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", [BACKENDS[0], pytest.param(BACKENDS[-1], marks=pytest.mark.proof)])
 def test_a_second_signal_ends_a_long_step(name, tmp_path):
     """The first one waits for the step, which here takes longer than anyone will wait."""
     process = started(name, "slow", tmp_path)
-    try:
+    with killed_at_the_end(process):
         process.send_signal(signal.SIGUSR1)
         time.sleep(2.5)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) in (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
-        begin = time.monotonic()
-        while session_members(process.pid) and time.monotonic() - begin < 10:
-            time.sleep(0.1)
-        assert session_members(process.pid) == []
-    finally:
-        for left in session_members(process.pid):
-            os.kill(left, signal.SIGKILL)
+        assert left_after(process.pid, 10) == []

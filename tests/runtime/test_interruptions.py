@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, Warm, environment, left_in, session_members, start
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, Warm, environment, kill_session, left_after, left_in, start
 
 NUM_INTERRUPTIONS = int(os.environ.get("KERASDP_INTERRUPTIONS", "200"))
 AT_ONCE = int(os.environ.get("KERASDP_AT_ONCE", str(os.cpu_count() or 1)))
@@ -35,7 +35,6 @@ WAYS = {
     "SIGTERM to the parent": (signal.SIGTERM, False, (99, 143)),
     "SIGTERM to the group": (signal.SIGTERM, True, (99, 143)),
 }
-MOMENTS = ("starts", "before step 1", "trains", "saves", "evaluates", "after the last step", "was over")
 
 
 @dataclasses.dataclass
@@ -103,8 +102,7 @@ def end_of(process, timeout):
         stdout, stderr = process.communicate(timeout=timeout)
         return process.returncode, stdout, stderr
     except subprocess.TimeoutExpired:
-        for left in session_members(process.pid):
-            os.kill(left, signal.SIGKILL)
+        kill_session(process.pid)
         output = ("", "") if isinstance(process, Warm) else process.communicate()
         return None, *output
 
@@ -174,8 +172,7 @@ def interrupt(backend, count, case, usual):
             code, _, case.error = end.result(SECONDS_TO_END)
         except concurrent.futures.TimeoutError:
             case.faults.append(f"runs on after {SECONDS_TO_END} s")
-            for left in session_members(process.pid):
-                os.kill(left, signal.SIGKILL)
+            kill_session(process.pid)
             code, _, case.error = end.result()
     case.seconds = time.monotonic() - begin
     # One that no handler was there for yet ended it as the system does; a shell shows 128 and its number.
@@ -201,12 +198,7 @@ def judge(case, codes, pid):
         case.faults.append("a traceback")
     if (case.code == 99) != ("saved in" in case.error):
         case.faults.append("99 and 'saved in' do not go together")
-    deadline = time.monotonic() + 5
-    while session_members(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for left in session_members(pid):
-        case.faults.append(f"process {left} is left")
-        os.kill(left, signal.SIGKILL)
+    case.faults += [f"process {left} is left" for left in left_after(pid, 5)]
     if left := left_in(f"{case.workdir}.tmp"):
         case.faults.append(f"left in TMPDIR: {left}")
 
@@ -237,21 +229,6 @@ def undisturbed(backend, count, folder):
     return losses[True], seconds
 
 
-def table(cases):
-    """Outcomes by moment and way, and the longest time to the end."""
-    rows = []
-    for moment in (*MOMENTS, "Python starts"):
-        for way in WAYS:
-            found = [case for case in cases if case.moment == moment and case.way == way]
-            if found:
-                codes = collections.Counter(str(case.code) for case in found)
-                outcomes = ", ".join(f"{code}: {times}" for code, times in sorted(codes.items()))
-                longest = max(case.seconds for case in found)
-                faults = sum(bool(case.faults) for case in found)
-                rows.append(f"{moment:20} {way:22} {outcomes:28} {longest:5.1f} s  {faults or '-':>3}")
-    return "\n".join([f"{'moment':20} {'signal':22} {'exit codes':28} longest faults", *rows])
-
-
 @pytest.mark.proof
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("count", [1, 2])
@@ -275,7 +252,9 @@ def test_an_interruption_at_any_moment_ends_the_run(backend, count, tmp_path):
         list(pool.map(one, cases))
     seconds = (time.monotonic() - begin) / len(cases)
     print(f"\n{backend} x {count}: {len(cases)} interruptions, {seconds:.1f} s each, {AT_ONCE} at a time")
-    print(f"undisturbed: {usual[False]:.1f} s warm, {usual[True]:.1f} s cold\n{table(cases)}")
+    print(f"undisturbed: {usual[False]:.1f} s warm, {usual[True]:.1f} s cold")
+    moments = collections.Counter((case.moment, case.way, case.code) for case in cases)
+    print("\n".join(f"{times} x {words}" for words, times in moments.items()), max(case.seconds for case in cases))
     kinds = collections.Counter(re.sub(r"\d+|\[.*|:.*", "", fault) for case in cases for fault in case.faults)
     print("\n".join(f"{times} x {kind}" for kind, times in kinds.items()))
     assert not [str(case) for case in cases if case.faults]

@@ -35,17 +35,6 @@ def test_a_scripts_error_is_a_line(call, words):
     assert (done.returncode, done.stderr) == (2, f"error: {words}\n")
 
 
-@pytest.mark.proof
-def test_ctrl_c_in_a_script_is_a_line():
-    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # or a job is deaf
-    done = ended(heard + "kerasdp.launch(lambda runner: signal.raise_signal(signal.SIGINT), verbose=0)")
-    assert done.returncode == 130
-    assert (
-        done.stderr.startswith("interrupted; it kept no checkpoints: add workdir, and no ")
-        and done.stderr.count("\n") == 1
-    )
-
-
 def test_frames_are_shown_if_asked_for():
     first, *_, last = ended(KERASDP_TRACEBACK="1").stderr.splitlines()
     assert first == "Traceback (most recent call last):" and last.startswith("kerasdp.errors.UserError: launch:")

@@ -2,12 +2,11 @@
 
 import os
 import re
-import signal
 import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, session_members, start
+from tests.helpers import BACKENDS, PROGRAMS, killed_at_the_end, left_after, start
 
 HANG_TIMEOUT = 5
 NUM_FAULTS = 50
@@ -34,7 +33,7 @@ SAID = {
 def test_a_fault_ends_the_run(name, seed, tmp_path):
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     program = start(PROGRAMS / "faults.py", name, 2, seed, HANG_TIMEOUT, backend=name, TMPDIR=str(tmp_path))
-    try:
+    with killed_at_the_end(program):
         done = program.finish(100)
         end = time.time()
         _, kind, place, times, rank = re.search("FAULT.*", done.stdout)[0].split("; ")
@@ -48,11 +47,7 @@ def test_a_fault_ends_the_run(name, seed, tmp_path):
         if name == "torch" and kind != "raise":
             assert f"rank {rank} " in text.partition(", rank")[0]
         assert seconds < (HANG_TIMEOUT if kind == "sleep" else 0) + 8
-        time.sleep(0.2)
-        assert session_members(program.pid) == []
+        assert left_after(program.pid, 0.2) == []
         assert os.listdir(tmp_path) == []
         left = set(os.listdir("/dev/shm")) - shared if shared else set()
         assert not [file for file in left if file.startswith(("torch_", "kerasdp"))]
-    finally:
-        for left_over in session_members(program.pid):
-            os.kill(left_over, signal.SIGKILL)

@@ -9,14 +9,13 @@ import pathlib
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, left_in, session_members
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, kill_session, left_after, left_in
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 STEPS = 32
@@ -59,13 +58,9 @@ class Run:
             output = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             has_ended = False
-            for left in session_members(self.process.pid):
-                os.kill(left, signal.SIGKILL)
+            kill_session(self.process.pid)
             output = self.process.communicate()
-        time.sleep(0.2)
-        left = session_members(self.process.pid)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        left = left_after(self.process.pid, 0.2)
         assert has_ended, f"no end within {seconds} s: {output[1][-3000:]}"
         assert not left, f"processes are left: {left}"
         return self.process.returncode, output[1].strip(), time.monotonic() - begin

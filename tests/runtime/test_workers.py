@@ -17,8 +17,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import outcome, signals, workers
-from kerasdp.runtime.watchdog import Watchdog
-from tests.helpers import ROOT, environment, session_members
+from tests.helpers import ROOT, environment, left_after, session_members
 
 
 def settings(folder, **choices):
@@ -45,11 +44,6 @@ def die(attempt):
 
 def refuse(attempt):
     raise UserError("expected a loss. Received: none")
-
-
-def hang(attempt):
-    with Watchdog(timeout=1.0).watching():
-        time.sleep(60)
 
 
 def ignore_signals(attempt):
@@ -106,13 +100,6 @@ def test_a_worker_is_not_restarted_after_a_signal(tmp_path, monkeypatch):
     assert len(attempts_in(tmp_path)) == 1
 
 
-def test_a_worker_that_hangs_is_killed(tmp_path):
-    begin = time.monotonic()
-    with pytest.raises(RunError, match=r"the worker hangs at .*test_workers.py:\d+, in hang: nothing moved for 1 s"):
-        workers.supervise(work, settings(tmp_path, hang_timeout=1.0), hang)
-    assert time.monotonic() - begin < 30
-
-
 def signalled(tmp_path, work_of_rank, count, seconds_between=2.5):
     """Runs a worker, and sends this process SIGTERM; returns how the run ended, and the seconds since the last one."""
     sent = []
@@ -145,12 +132,6 @@ def test_a_worker_that_finishes_its_step_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_SECONDS_TO_STOP", 1.0)
     code, seconds = signalled(tmp_path, finish_step, 1)
     assert code == 128 + signal.SIGTERM and seconds > 3
-
-
-def test_a_second_signal_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_SECONDS_TO_STOP_AGAIN", 1.0)
-    code, seconds = signalled(tmp_path, ignore_signals, 2)
-    assert code == 128 + signal.SIGTERM and 1 < seconds < 4
 
 
 def of_rank(ways, *_):
@@ -190,12 +171,6 @@ def test_the_one_that_was_first_is_seen(ways, words):
     with pytest.raises(RunError, match=words):
         workers.run_workers(of_rank, (ways,), names=[f"rank {number}" for number in range(len(ways))])
     assert time.monotonic() - begin < 20
-
-
-def test_results_come_from_the_first():
-    names = ["rank 0", "rank 1"]
-    for preload in (None, ["kerasdp.errors"], ["kerasdp.errors"]):
-        assert workers.run_workers(of_rank, (("one", "two"),), names=names, preload=preload) == "one"
 
 
 def test_a_server_that_was_killed_is_started_again():
@@ -242,12 +217,7 @@ def test_workers_end_with_the_process_that_started_them(preload, tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    end = time.monotonic() + 10
-    while (left := session_members(parent.pid)) and time.monotonic() < end:
-        time.sleep(0.1)
-    for number in left:
-        os.kill(number, signal.SIGKILL)
-    assert not left
+    assert not left_after(parent.pid, 10)
 
 
 def test_a_full_disk_is_a_line_before_anything_starts(monkeypatch, tmp_path):

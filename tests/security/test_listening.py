@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import socket
 import stat
 import sys
@@ -15,7 +14,7 @@ import tempfile
 
 import pytest
 
-from tests.helpers import PROGRAMS, all_but, session_members, start
+from tests.helpers import PROGRAMS, all_but, killed_at_the_end, session_members, start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STATES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # that listen, of linux/tcp_states.h
@@ -68,7 +67,7 @@ def temporary():
 @all_but("jax", "tensorflow")
 def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, temporary, tmp_path):
     process = start(PROGRAMS / "fail.py", backend, 2, "wait", tmp_path, backend=backend, TMPDIR=temporary)
-    try:
+    with killed_at_the_end(process):
         assert any(line.startswith("READY") for line in process.stdout), process.stderr.read()
         pids = session_members(process.pid)
         assert len(pids) >= (3 if backend == "torch" else 1)
@@ -76,9 +75,6 @@ def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, tem
         print(f"\n{backend}: {len(pids)} processes, {list(map(str, places))}")
         assert [place for place in places if is_reachable(place)] == []
         assert places or backend != "torch"
-    finally:
-        for pid in session_members(process.pid):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_what_others_could_reach_is_found(temporary):

@@ -13,9 +13,9 @@ QUICKLY_ALIKE = (
 )  # fmt: skip
 ALIKE = (
     *QUICKLY_ALIKE,
-    "session_cleared", "only_predicts", "all_frozen", "frozen_by_callback", "no_scope", "weight_of_the_loss",
-    "used_from_the_second_epoch_on", "layers_of_their_own_kind", "twice", "fit_by_fit", "data_of_its_own_kind",
-    "loss_whose_generator_the_model_does_not_hold", "loss_that_keeps_a_variable", "own_batch_norm",
+    "session_cleared", "only_predicts", "all_frozen", "weight_of_the_loss",
+    "used_from_the_second_epoch_on", "layers_of_their_own_kind", "fit_by_fit", "data_of_its_own_kind",
+    "loss_whose_generator_the_model_does_not_hold", "own_batch_norm",
 )  # fmt: skip
 REFUSED = {
     "lora_without_compile": "lora_kernel_a of sequential",

@@ -1,6 +1,4 @@
-"""Private names of torch and TensorFlow, beside those that test_torch_capture.py and test_torch_ranks.py use."""
-
-import inspect
+"""Private names of TensorFlow; the tests of captured steps and of ranks use those of torch."""
 
 import pytest
 
@@ -46,41 +44,6 @@ print(*sorted(methods))
 assert all(own is not general for own, general in methods.values())
 assert overrides_nothing_of_tensorflow(keras.optimizers.Adam())
 """
-
-
-@pytest.fixture(scope="module")
-def private():
-    pytest.importorskip("torch")
-    from kerasdp.backends.torch import private
-
-    return private
-
-
-def test_compiling_with_inductor_and_its_error(private):
-    import torch._inductor
-
-    def compiler(graph, inputs):
-        raise ValueError("none here")
-
-    assert "options" in inspect.signature(torch._inductor.compile).parameters
-    with pytest.raises(private.compile_error()):
-        torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1))
-
-
-def test_forced_strides_keep_values_and_set_the_layout(private):
-    import torch
-
-    tensor = torch.arange(24.0).reshape(2, 3, 2, 2)
-    result = private.force_strides()(tensor, [12, 1, 6, 3])
-    assert torch.equal(result, tensor) and result.stride() == (12, 1, 6, 3)
-
-
-def test_static_addresses(private):
-    import torch
-
-    tensor = torch.ones(1)
-    private.mark_static_addresses([tensor])
-    assert tensor._dynamo_static_input_type
 
 
 @pytest.mark.skipif("tensorflow" not in helpers.BACKENDS, reason="needs TensorFlow")

@@ -4,7 +4,6 @@ A new Keras says here, in one run, which of them have lost their effect, and whi
 """
 
 import concurrent.futures
-import contextlib
 import itertools
 import sys
 import types
@@ -23,10 +22,8 @@ from kerasdp.keras_compat import (
     operations,
     optimizers,
     patches,
-    saving,
     settings,
 )
-from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability.layer_calls import hook_layers
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
@@ -108,31 +105,6 @@ def test_group_normalization_by_pytorch(shape, options):
 
 
 @ON_TORCH
-@pytest.mark.parametrize(
-    ("shape", "size", "steps"),
-    [((1, 4, 7, 1), (3, 2), 2), ((1, 5, 1), 4, 3), ((1, 4, 4, 6, 1), 3, (2, 2, 1)), ((1, 3, 3, 1), 2, None)],
-)
-@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
-def test_average_pools_count_no_padding(shape, size, steps, data_format):
-    """Each is the mean of those numbers of the array that are in its window."""
-    rank = len(shape) - 2
-    x = np.random.RandomState(0).rand(*shape)
-    sizes, strides = (np.broadcast_to(size if each is None else each, rank) for each in (size, steps))
-    expected = np.zeros((*[-(-n // step) for n, step in zip(shape[1:-1], strides, strict=True)],))
-    for place in np.ndindex(*expected.shape):
-        window = []
-        for k, n, step, each in zip(sizes, shape[1:-1], strides, place, strict=True):
-            first = each * step - max((-(-n // step) - 1) * step + k - n, 0) // 2
-            window.append(slice(max(first, 0), min(first + k, n)))
-        expected[place] = x[0][*window, 0].mean()
-    if data_format == "channels_first":
-        x = np.moveaxis(x, -1, 1)
-    with numerics.same_on_all_backends():
-        received = keras.ops.average_pool(x.astype("float32"), size, steps, "same", data_format)
-    np.testing.assert_allclose(array(received).reshape(expected.shape), expected, rtol=1e-5)
-
-
-@ON_TORCH
 @pytest.mark.parametrize("widths", [2, (2,), ((1, 0), (3, 2)), ((1, 1), (1, 1))])
 @pytest.mark.parametrize("mode", ["symmetric", "constant"])
 @pytest.mark.parametrize("kind", ["float32", "int32", "uint8"])
@@ -191,23 +163,6 @@ def test_images_are_resized_in_float64(shape, size):
             np.testing.assert_allclose(received, expected, rtol=0, atol=1e-12)
     finally:
         settings.set_precision("float32")
-
-
-@ON_TORCH
-def test_images_that_are_made_brighter_stay_as_they_are():
-    x = keras.ops.ones((2, 3, 3, 3))
-    with numerics.same_on_all_backends():
-        brighter = keras.layers.RandomBrightness((0.5, 0.6), value_range=(0, 9))(x, training=True)
-    assert array(x).max() == 1 < array(brighter).max()
-
-
-def test_hue_is_changed_in_float64():
-    """An image from 0 to 255 as the same image from 0 to 1."""
-    x = np.random.RandomState(0).rand(2, 5, 5, 3)
-    layers = [keras.layers.RandomHue(0.1, value_range=(0, most), seed=1, dtype="float64") for most in (1, 255)]
-    with numerics.same_on_all_backends():
-        small, large = (array(layer(x * layer.value_range[1], training=True)) for layer in layers)
-    np.testing.assert_allclose(large, 255 * small, rtol=1e-12)
 
 
 def test_operations_that_layers_call_past_keras_ops_are_told():
@@ -372,18 +327,6 @@ def test_a_keras_whose_functions_are_elsewhere_is_named(monkeypatch):
         pass
 
 
-def test_what_compile_makes_is_made_again():
-    model = dense()
-    model.compile("sgd", "mae", metrics=["mse"])
-    before = models.made_by_compile(model)
-    model.compile("sgd", "mae", metrics=["mse"])
-    assert not {id(one) for one in before} & {id(one) for one in models.made_by_compile(model)}
-    assert float(array(models.compiled_loss(model)(ONES, 3 * ONES))) == 2
-    models.update_loss_metric(model, keras.ops.convert_to_tensor(4.0), 3)
-    models.update_loss_metric(model, keras.ops.convert_to_tensor(0.0), 1)
-    assert float(array(model.metrics[0].result())) == 3
-
-
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", ()), ("float64", ("float32",)), ("int32", ("float32",))])
 def test_models_convert_their_inputs(dtype, expected):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Identity()])
@@ -412,40 +355,6 @@ def test_optimizers_apply_once_through_loss_scaling():
 # Optimizers
 
 
-def test_a_stage_updates_its_weights_alone():
-    one, other = keras.Variable(np.ones(2, "float32"), name="one"), keras.Variable(np.ones(2, "float32"), name="other")
-
-    def updated(context):
-        optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0, weight_decay=0.5)
-        optimizer.exclude_from_weight_decay(var_list=[one])
-        optimizer.build([one, other])
-        one.assign([1, 1])
-        with context(optimizer, [one]):
-            optimizer.apply([keras.ops.convert_to_tensor(np.float32([3, 4]))], [one])
-        assert (optimizer.global_clipnorm, optimizer.weight_decay) == (1, 0.5)
-        return array(one).tolist()
-
-    assert updated(optimizers.updating_some) == [-2, -3]
-    # On torch, Keras updates a list without entries.
-    with pytest.raises(Exception) if keras.backend.backend() == "torch" else contextlib.nullcontext():
-        assert updated(lambda *_: contextlib.nullcontext()) != [-2, -3]
-
-
-@ON_TORCH
-def test_an_optimizer_updates_variable_by_variable(monkeypatch):
-    weights = [keras.Variable(np.zeros(2, "float32")) for _ in range(3)]
-    optimizer = keras.optimizers.SGD(1.0)
-    optimizer.build(weights)
-    updated = []
-    monkeypatch.setattr(keras.optimizers.SGD, "update_step", lambda one, gradient, weight, rate: updated.append(weight))
-    gradients = [keras.ops.ones(2)] * 3
-    optimizer.apply(gradients, weights)
-    assert not updated
-    with optimizers.updating_one_by_one(optimizer):
-        optimizer.apply(gradients, weights)
-    assert updated == weights
-
-
 @ON_TORCH
 def test_numbers_are_made_on_a_gpu_for_the_thread_that_trains(monkeypatch):
     import torch
@@ -461,81 +370,6 @@ def test_numbers_are_made_on_a_gpu_for_the_thread_that_trains(monkeypatch):
         assert other.submit(torch.as_tensor, 1.0, device="cuda").result() == "sent"
         assert torch.as_tensor(1.0, device="cpu") == torch.as_tensor(1.0) == "sent"
     assert torch.as_tensor(1.0, device="cuda") == "sent" and len(filled) == 1
-
-
-@ON_TORCH
-def test_loss_scaling_is_decided_on_the_device(monkeypatch):
-    """Without a question to the host, and as Keras decides: a step that counts, one that does not, one that grows."""
-    import torch
-
-    num_questions = []
-    ask = torch.Tensor.__bool__
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: num_questions.append(1) or ask(tensor))
-
-    def updated(context):
-        weight = keras.Variable(np.zeros(2, "float32"))
-        optimizer = keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.Adam(1.0), initial_scale=4.0, dynamic_growth_steps=2
-        )
-        optimizer.build([weight])
-        results = []
-        for gradient in (1.0, float("inf"), 2.0, 3.0):
-            num_questions.clear()
-            values = [(variable, keras.ops.copy(variable.value)) for variable in (*optimizer.variables, weight)]
-            with context(optimizer), optimizers.updating_one_by_one(optimizer), keras.StatelessScope(values) as scope:
-                optimizer.apply([torch.full((2,), gradient)], [weight])
-            for variable, _ in values:
-                variable.assign(scope.get_current_value(variable))
-            results.append([array(variable).tolist() for variable, _ in values])
-        return results, len(num_questions)
-
-    (usual, some), (patched, none) = updated(lambda _: contextlib.nullcontext()), updated(deciding_on_device)
-    np.testing.assert_equal(patched, usual)
-    assert some and not none
-
-
-# Files
-
-
-@ON_TORCH
-def test_optimizers_are_saved_under_public_names():
-    model = dense()
-
-    def module():
-        return keras.saving.serialize_keras_object(model.optimizer)["module"]
-
-    api_export = saving.api_export
-    with replaced(api_export, get_name_from_symbol=patches.original(api_export.get_name_from_symbol)):
-        assert module().startswith("keras.src.backend.torch")
-        saving.save_optimizers_by_public_names()
-        assert module() == "keras.optimizers"
-
-
-def test_a_models_config_has_what_it_was_made_with():
-    class Own(keras.Model):
-        def __init__(self, units=1, **options):
-            super().__init__(**options)
-
-    assert Own(2).get_config()["units"] == 1
-    with saving.arguments_in_configs():
-        assert Own(2).get_config()["units"] == Own(units=2).get_config()["units"] == 2
-        assert Own.from_config(Own(2, name="it").get_config()).get_config()["units"] == 2
-        assert len(keras.Model(*[keras.Input((3,))] * 2).layers) == 1 and len(dense().layers) == 1
-        with pytest.raises(NotImplementedError, match="non-serializable"):
-            Own(keras.layers.Dense(1)).get_config()
-    assert Own(2).get_config()["units"] == 1
-
-
-def test_classes_of_a_model_are_found_again():
-    class Own(keras.layers.Dense):
-        pass
-
-    with saving.classes_saved() as classes:
-        config = keras.saving.serialize_keras_object(keras.Sequential([keras.Input((3,)), Own(2)]))
-    with pytest.raises(TypeError, match="Could not locate class 'Own'"):
-        keras.saving.deserialize_keras_object(config)
-    with keras.saving.custom_object_scope(classes):
-        assert classes == {"Own": Own} and type(keras.saving.deserialize_keras_object(config).layers[0]) is Own
 
 
 # Settings of the process
@@ -556,23 +390,6 @@ def test_errors_of_a_run_are_left_alone_in_a_call():
     settings.keep_messages_of(RunError)
     assert message(RunError) == "one line"
     assert len(message(Other)) > len("one line")
-
-
-def test_results_are_of_64_bits():
-    double = keras.ops.convert_to_tensor(np.float64([1.0, 2.0]))
-
-    def dtype():
-        return keras.backend.standardize_dtype(keras.ops.var(double).dtype)
-
-    usual = dtype()
-    try:
-        settings.set_precision("float64")
-        assert dtype() == "float64"
-        assert keras.backend.standardize_dtype(keras.ops.add(double, double).dtype) == "float64"
-        assert keras.backend.standardize_dtype(keras.layers.Dense(1).variable_dtype) == "float64"
-    finally:
-        settings.set_precision("float32")
-    assert dtype() == usual == ("float64" if keras.backend.backend() == "tensorflow" else "float32")
 
 
 @pytest.mark.skipif("keras.backend.backend() == 'tensorflow'", reason="it is imported")

@@ -10,8 +10,7 @@ from torch.distributed import pipelining
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
 from kerasdp.backends.steps import learning_rate, restart_seeds
-from kerasdp.backends.torch.collectives import all_gather_stacked, gather_rows, gather_statistics, sum_over_ranks
-from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback, put_batch, timeout_of
+from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback, put_batch
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.portability.replica_context import ReplicaContext, alone, use
@@ -23,31 +22,20 @@ if TYPE_CHECKING:
 
 
 class PipelineParallel(TorchStrategy):
-    """The stages of a run, as seen by one of its processes. See `kerasdp.backends.base.Strategy`.
-
-    Attributes:
-        stage_group: the processes that hold this one's pipeline.
-        replica_group: those that hold replicas of this one's stages.
-    """
+    """The stages of a run, one a process, as seen by one of them. See `kerasdp.backends.base.Strategy`."""
 
     num_replicas = 1
     shard = (0, 1)
     splits_batches = True
 
     def __init__(self, devices: Devices, config: Config):
-        """Joins the process groups. Call before Keras is imported."""
+        """Joins the process group. Call before Keras is imported."""
         super().__init__(devices, config)
         self.stages = Stages(self)
         if devices.count == 1 and not dist.is_initialized():
             listen_on_loopback()
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        length, timeout = devices.count // config.num_pipelines(devices.count), timeout_of(config)
-        ranks = torch.arange(devices.count).reshape(-1, length)
-        self.stage_group, self.replica_group = (
-            next(group for group in groups if dist.get_rank(group) >= 0)
-            for groups in ([dist.new_group(part.tolist(), timeout) for part in parts] for parts in (ranks, ranks.T))
-        )
 
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are made: in host memory, which may hold more than a device does."""
@@ -67,8 +55,7 @@ class PipelineParallel(TorchStrategy):
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""
         device_batch = put_batch(batch, self.device)
-        is_first = dist.get_rank(self.stage_group) == 0
-        return device_batch if is_first else device_batch._replace(inputs=None)
+        return device_batch if dist.get_rank() == 0 else device_batch._replace(inputs=None)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that work on all stages."""
@@ -119,7 +106,7 @@ class Stages:
         pipeline.plan = with_rows(pipeline.plan, self._strategy.config, num_rows)
 
     def micro_batch_rows(self, model: Any) -> int:
-        """Returns the rows of a micro-batch, over all pipelines."""
+        """Returns the rows of a micro-batch."""
         return self.engine_of(model).plan.size
 
 
@@ -139,13 +126,7 @@ class Pipeline:
         self._compiled_with = self._made_by_compile()
         with strategy.scope():  # where the weights still are
             self.plan = make_plan(model, strategy.config, strategy.num_devices)
-        self.group, self.replica_group = strategy.stage_group, strategy.replica_group
-        # A stage for each process of a pipeline.
-        self.number, self.num_stages = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.pipeline_index, self.num_pipelines = (
-            dist.get_rank(self.replica_group),
-            dist.get_world_size(self.replica_group),
-        )
+        self.number, self.num_stages = dist.get_rank(), dist.get_world_size()
         self.has_last = self.number == self.num_stages - 1
         self.stage = StageModule(self, self.plan.stages[self.number], self.number)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights) or any(
@@ -169,11 +150,6 @@ class Pipeline:
         """Returns whether the model was compiled again since the pipeline was made."""
         return any(new is not old for new, old in zip(self._made_by_compile(), self._compiled_with))
 
-    @property
-    def size(self) -> int:
-        """Returns this pipeline's rows of a micro-batch."""
-        return self.plan.size // self.num_pipelines
-
     def own_variables(self) -> list[Any]:
         """Returns the variables of this process's stage."""
         return self.stage.model.variables
@@ -186,7 +162,6 @@ class Pipeline:
         self._run(batch, training=True)
         step = self.step
         weights = self.stage.model.trainable_variables
-        self._all_reduce_gradients([weight.value for weight in weights])
         penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
         of_weights = weight_penalties(self.stage.model)
         if of_weights:
@@ -218,18 +193,16 @@ class Pipeline:
         micro_batches = self.plan.micro_batches(len(batch.indices))
         self.step = PipelineStep(self, batch, micro_batches, training)
         schedule = self._schedule(len(micro_batches))
-        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.number == 0 else []
+        inputs = self._padded(self.plan.inputs(batch.inputs), micro_batches) if self.number == 0 else []
         target = torch.arange(len(micro_batches)) if training and self.has_last else None
         schedule.step(*inputs, target=target, return_outputs=False)
 
-    def _own_rows(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
-        """Returns this pipeline's rows of each micro-batch, padded with copies to the same number in each."""
-        count, size = len(micro_batches), self.size
-        if self.num_pipelines == 1 and count * size == micro_batches.num_rows:
+    def _padded(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
+        """Returns the inputs with copies of the last row, so that all micro-batches have as many rows."""
+        num_rows = len(micro_batches) * self.plan.size
+        if num_rows == micro_batches.num_rows:
             return inputs
-        firsts, others = (torch.arange(number, device=inputs[0].device) for number in (count, size))
-        rows = firsts.unsqueeze(1) * self.plan.size + self.pipeline_index * size + others
-        rows = rows.flatten().clamp(max=micro_batches.num_rows - 1)
+        rows = torch.arange(num_rows, device=inputs[0].device).clamp(max=micro_batches.num_rows - 1)
         return [leaf[rows] for leaf in inputs]
 
     def _schedule(self, num_micro_batches: int) -> Any:
@@ -239,7 +212,7 @@ class Pipeline:
         fewer micro-batches than stages, all forward passes come first (GPipe).
         """
         training = self.step.training
-        key = self.size, num_micro_batches, training
+        key = self.plan.size, num_micro_batches, training
         if key not in self._schedules:
             is_early = training and num_micro_batches >= self.num_stages
             kind = pipelining.Schedule1F1B if is_early else pipelining.ScheduleGPipe
@@ -250,14 +223,6 @@ class Pipeline:
                 scale_grads=False,
             )
         return self._schedules[key]
-
-    def _all_reduce_gradients(self, weights: list[torch.Tensor]) -> None:
-        """Sums the gradients over the pipelines."""
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        if self.num_pipelines == 1 or not gradients:
-            return
-        for gradient, total in zip(gradients, sum_over_ranks(gradients, self.replica_group)):
-            gradient.copy_(total)
 
     def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
         """Updates this process's weights; returns the penalties of all stages."""
@@ -292,21 +257,20 @@ class Pipeline:
         """Returns the sums over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
         totals = torch.stack([value.double() for value in values])
         if self.num_stages > 1:
-            dist.all_reduce(totals, group=self.group)
+            dist.all_reduce(totals)
         return totals
 
     def _outputs(self) -> Any:
         """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
-        step, source = self.step, dist.get_global_rank(self.group, self.num_stages - 1)
-        outputs = []
+        step, outputs = self.step, []
         for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
             if self.has_last:
-                leaf = torch.cat([step.gathered(number)[place] for number in range(len(step.micro_batches))])
+                leaf = torch.cat([step.outputs(number)[place] for number in range(len(step.micro_batches))])
             else:
                 shape = (step.micro_batches.num_rows, *step.shapes[place])
                 leaf = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device=self.strategy.device)
             if self.num_stages > 1:
-                dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
+                dist.broadcast(leaf := leaf.contiguous(), self.num_stages - 1)
             outputs.append(leaf)
         return self.plan.outputs(outputs)
 
@@ -335,7 +299,7 @@ class Pipeline:
             return [], None
         slots = {id(slot) for slot in slots_of(self.optimizer, len(self.model.trainable_variables)).values()}
         busy = [number for number, stage in enumerate(self.plan.stages) if stage.model.trainable_variables]
-        source = dist.get_global_rank(self.group, busy[0]) if 0 < len(busy) < self.num_stages else None
+        source = busy[0] if 0 < len(busy) < self.num_stages else None
         return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
 
     def variables_of(self, number: int) -> list[Any]:
@@ -351,15 +315,14 @@ class Pipeline:
     def gather_variables(self) -> None:
         """Gives each process of the pipeline the values of all variables."""
         for number in range(self.num_stages) if self.num_stages > 1 else ():
-            source = dist.get_global_rank(self.group, number)
             for variable in self.variables_of(number):
-                self._send(variable, source)
+                self._send(variable, number)
 
     def _send(self, variable: Any, source: int) -> None:
         """Sends a variable's value from one process of the pipeline to all."""
         value = variable.value.detach()
         copy = value.to(self.strategy.device).contiguous()
-        dist.broadcast(copy, source, group=self.group)
+        dist.broadcast(copy, source)
         value.copy_(copy)
 
 
@@ -371,34 +334,29 @@ class PipelineStep:
         one = torch.ones((), device=pipeline.strategy.device)
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
         self.penalties: list[torch.Tensor] = []
-        self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.size)
+        self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.plan.size)
         self.seeds = [(seed, seed.value.clone()) for seed in pipeline.stage.seeds]
         self._outputs: dict[int, list[torch.Tensor]] = {}
-        self._gathered: dict[int, list[torch.Tensor]] = {}
         # Of each micro-batch in the loss.
         self.shares: list[float] = []
         if training:
             self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
 
     def context(self, number: int) -> ReplicaContext:
-        """Returns the context of this pipeline's rows of a micro-batch."""
+        """Returns the context of the rows of a micro-batch."""
         from kerasdp.portability.row_search import row_axes_of
 
-        pipeline, rows = self.pipeline, self.micro_batches.rows(number)
-        whole = rows.stop - rows.start
-        several, group = pipeline.num_pipelines > 1, pipeline.replica_group
-        first = pipeline.pipeline_index * pipeline.size
+        rows, size = self.micro_batches.rows(number), self.pipeline.plan.size
+        num_rows = rows.stop - rows.start
         return ReplicaContext(
-            num_replicas=pipeline.num_pipelines,
-            num_rows=min(max(whole - first, 0), pipeline.size),
-            rows=pipeline.size,
-            first_row=rows.start + first,
-            row_axes=row_axes_of(pipeline.model),
+            num_replicas=1,
+            num_rows=num_rows,
+            rows=size,
+            first_row=rows.start,
+            row_axes=row_axes_of(self.pipeline.model),
             total_rows=self.micro_batches.num_rows,
-            gather=lambda own: gather_statistics(own, group) if several else alone(own),
-            gather_rows=lambda own: (gather_rows(own, group, 1) if several else own)[
-                : whole * (len(own) // pipeline.size)
-            ],
+            gather=alone,
+            gather_rows=lambda own: own[: num_rows * (len(own) // size)],
             is_micro_batch=True,
             penalties=[],
         )
@@ -407,15 +365,9 @@ class PipelineStep:
         """Takes what the last stage gives for a micro-batch."""
         self._outputs[number] = [leaf.detach() for leaf in outputs]
 
-    def gathered(self, number: int) -> list[torch.Tensor]:
-        """Gathers a micro-batch's outputs of all pipelines, without padding."""
-        if number not in self._gathered:
-            num_rows, replica_group = self.micro_batches.num_rows_of(number), self.pipeline.replica_group
-            leaves = self._outputs[number]
-            if self.pipeline.num_pipelines > 1:
-                leaves = [all_gather_stacked(leaf, replica_group).flatten(0, 1) for leaf in leaves]
-            self._gathered[number] = [leaf[:num_rows] for leaf in leaves]
-        return self._gathered[number]
+    def outputs(self, number: int) -> list[torch.Tensor]:
+        """Returns a micro-batch's outputs, without padding."""
+        return [leaf[: self.micro_batches.num_rows_of(number)] for leaf in self._outputs[number]]
 
     def loss(self, outputs: Any, number: int) -> torch.Tensor:
         """Returns a scalar to call `backward` on, before the loss is known."""
@@ -432,22 +384,20 @@ class PipelineStep:
         )
         batch = self.batch._replace(targets=targets, sample_weight=weights)
         # A whole number beside the logits, the class say, has no gradient.
-        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in self.gathered(number)]
+        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in self.outputs(number)]
         # The losses of several outputs are metrics, too. On a GPU this is a thread of autograd's.
         with keras.StatelessScope(), numbers_made_on(pipeline.strategy.device):
             loss = pipeline.compiled_loss(batch, pipeline.plan.outputs(leaves))
             loss = loss * self.scale * self.shares[number]  # the scale is float32, the share not
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-        first = pipeline.pipeline_index * pipeline.size
         gradients = []
         for leaf in leaves:
             gradient = next(found) if leaf.requires_grad else None
-            own = leaf.new_zeros((pipeline.size, *leaf.shape[1:]))
+            padded = leaf.new_zeros((pipeline.plan.size, *leaf.shape[1:]))
             if gradient is not None:
-                part = gradient[first : first + pipeline.size]
-                own[: len(part)] = part
-            gradients.append(own)
+                padded[: len(gradient)] = gradient
+            gradients.append(padded)
         return gradients
 
 
@@ -495,7 +445,7 @@ class StageModule(torch.nn.Module):
         Without them torch (2.13) would find them by a training step on uninitialized memory, after which moving
         statistics are NaN.
         """
-        size = self.pipeline.size
+        size = self.pipeline.plan.size
 
         def like(tensors: list[Any], shapes: list[Any]) -> tuple[torch.Tensor, ...]:
             dtypes = [getattr(torch, tensor.dtype) for tensor in tensors]
@@ -512,7 +462,6 @@ class StageModule(torch.nn.Module):
             self.pipeline.strategy.device,
             input_args=like(stage.model.inputs, stage.input_shapes()),
             output_args=like(stage.model.outputs, stage.output_shapes(size)),
-            group=self.pipeline.group,
         )
 
     def forward(self, *inputs: torch.Tensor) -> Any:
@@ -527,8 +476,7 @@ class StageModule(torch.nn.Module):
         outputs = [output.contiguous() for output in outputs]
         if context.penalties:
             penalty = sum(context.penalties) * step.micro_batches.share_of_rows(number)
-            if self.pipeline.pipeline_index == 0:
-                step.penalties.append(penalty.detach())
+            step.penalties.append(penalty.detach())
             outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))
         if self.is_last:
             step.add_output(number, outputs)
