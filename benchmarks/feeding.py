@@ -12,6 +12,7 @@ tensorflow 384,000 and 6,400; resnet18 consumes 64, 41 and 66.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -53,7 +54,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
     import keras
 
     from kerasdp.data.batch import Feed
-    from kerasdp.data.sources import list_images
+    from kerasdp.data.sources import list_images, read_image
 
     config = runner.config
     numbers = np.random.default_rng(0)
@@ -67,10 +68,13 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
 
     found = {"arrays": rate(NUM_SAMPLES, lambda: all_of(kerasdp.ArraySource(x, y)))}
     paths, labels, _ = list_images(config.data_dir)
-    images = kerasdp.ImageFolder(paths, labels, SIZE)
+    read = functools.partial(read_image, size=SIZE, channels=3)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found["cores"] = rate(NUM_IMAGES, lambda: list(pool.map(images._read, paths)))
-    found["folder"] = rate(NUM_IMAGES, lambda: all_of(images))
+        found["cores"] = rate(NUM_IMAGES, lambda: list(pool.map(read, paths)))
+    records = kerasdp.RecordSource(
+        list(zip(paths, labels)), lambda record: (read(record[0]), record[1]), num_threads=os.cpu_count() or 1
+    )
+    found["folder"] = rate(NUM_IMAGES, lambda: all_of(records))
 
     with runner.scope():
         model = kerasdp.build_model(config, x.shape[1:], NUM_CLASSES)

@@ -64,7 +64,7 @@ def _cell(text: str) -> str:
 # The public names, as the page of the interface shows them.
 API = {
     "Runs": ["launch", "Runner", "Config", "local_devices", "UserError", "RunError", "PreemptedError"],
-    "Data": ["load_data", "Dataset", "ArraySource", "RecordSource", "ImageFolder", "Order"],
+    "Data": ["load_data", "Dataset", "ArraySource", "RecordSource", "Order"],
     "Models and training": [
         "build_model", "load_backbone", "make_optimizer",
         "portable", "layers", "per_sample", "all_rows", "value_and_grad", "portable_step",

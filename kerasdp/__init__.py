@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kerasdp.data.datasets import load_data as load_data
     from kerasdp.data.sampling import Order as Order
     from kerasdp.data.sources import ArraySource as ArraySource
-    from kerasdp.data.sources import ImageFolder as ImageFolder
     from kerasdp.data.sources import RecordSource as RecordSource
     from kerasdp.models import build_model as build_model
     from kerasdp.models import load_backbone as load_backbone
@@ -47,7 +46,6 @@ __version__ = "0.1.0"
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
-    "ImageFolder": "kerasdp.data.sources",
     "Order": "kerasdp.data.sampling",
     "RecordSource": "kerasdp.data.sources",
     "Runner": "kerasdp.training.runner",

@@ -27,7 +27,6 @@ from kerasdp.errors import (
     redacted,
     way_to_resume,
 )
-from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import hardware, outcome, signals
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, check_installed, choose_backend, set_backend
 from kerasdp.runtime.lines import explained
@@ -76,8 +75,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         with hardware.kept_memory(choose_backend(settings.backend)), signals.noticed():
             _check_takes_runner(train)
             cluster, settings = _resolve(settings)
-            figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
-            with _folders(cluster, settings), figures:
+            with _folders(cluster, settings):
                 if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
                     print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
                 result = _run(cluster, settings, train)

@@ -5,9 +5,7 @@ channels)`; `num_classes`, the number of logits; and `kernel_initializer`, of ev
 returns a model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
 """
 
-import contextlib
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -246,25 +244,15 @@ def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tupl
     if not inspect.isfunction(builder):
         known = [each for each, value in vars(keras.applications).items() if inspect.isfunction(value)]
         raise UserError(f"--backbone: expected one of {', '.join(sorted(known))}. Received: {name!r}")
-    is_file = weights not in ("imagenet", "none")
-    if is_file and not (weights.endswith(".weights.h5") and os.path.exists(weights)):
-        raise UserError(f"--weights: expected imagenet, none, or a .weights.h5 file. Received: {weights!r}")
     try:
-        with one_download_at_a_time("models") if weights == "imagenet" else contextlib.nullcontext():
-            model = builder(
-                include_top=False, weights="imagenet" if weights == "imagenet" else None, input_shape=input_shape
-            )
+        with one_download_at_a_time("models"):
+            model = builder(include_top=False, weights=None if weights == "none" else weights, input_shape=input_shape)
     except Exception as error:  # Keras raises bare Exception for a failed download
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())
         way = "; without a network: --weights=FILE.weights.h5, or none" if weights == "imagenet" else ""
         raise UserError(
-            f"--backbone: {name} cannot be made for images of shape {input_shape} ({reason}){way}"
+            f"--backbone: {name} with --weights={weights} cannot be made for images of shape {input_shape} "
+            f"({reason:.300}){way}"
         ) from error
-    if is_file:
-        try:
-            model.load_weights(weights)
-        except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"--weights: {weights!r} holds no weights of {name} ({reason})") from error
     module = getattr(keras.applications, builder.__module__.rpartition(".")[2])
     return model, module.preprocess_input

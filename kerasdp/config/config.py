@@ -139,9 +139,8 @@ class Config:
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
         "a new one in runs/; from Python none", convert=_path_as_text, of_host=True)
     log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
-    verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2, 3),
-        "0: nothing, 1: progress bar, 2: a line per epoch, 3: in a notebook, also the curves so far.",
-        "1 in a terminal, 3 in a notebook, else 2", of_host=True,
+    verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2),
+        "0: nothing, 1: progress bar, 2: a line per epoch.", "1 in a terminal, else 2", of_host=True,
         convert=lambda value: int(value) if isinstance(value, bool) else value)
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),

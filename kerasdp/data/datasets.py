@@ -19,7 +19,7 @@ import numpy as np
 
 from kerasdp.config import Config, choices
 from kerasdp.data.sampling import epoch_order
-from kerasdp.data.sources import ArraySource, ImageFolder, Source, list_images
+from kerasdp.data.sources import ArraySource, RecordSource, Source, list_images, read_image
 from kerasdp.errors import UserError
 
 # Where Debian and Ubuntu put the package dataset-fashion-mnist.
@@ -157,12 +157,22 @@ def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: i
         cut = max(1, len(paths) // 5)
         test_paths, test_labels = [paths[index] for index in order[:cut]], labels[order[:cut]]
         paths, labels = [paths[index] for index in order[cut:]], labels[order[cut:]]
+
+    def source(paths: list[str], labels: np.ndarray) -> Source:
+        decode = functools.partial(_labelled_image, size=size, channels=channels)
+        return RecordSource(list(zip(paths, labels.astype("int32"))), decode, num_threads=min(16, os.cpu_count() or 1))
+
     return Dataset(
-        train=ImageFolder(paths, labels.astype("int32"), size, channels),
-        test=ImageFolder(test_paths, test_labels.astype("int32"), size, channels),
+        train=source(paths, labels),
+        test=source(test_paths, test_labels),
         input_shape=(*size, channels),
         num_classes=len(classes),
     )
+
+
+def _labelled_image(record: tuple[str, Any], size: tuple[int, int], channels: int) -> tuple[np.ndarray, Any]:
+    path, label = record
+    return read_image(path, size, channels), label
 
 
 def published(name: str, data_dir: str | None) -> Dataset:

@@ -1,4 +1,4 @@
-"""Reads samples by their number: from arrays, a folder of images, or a library that knows its files."""
+"""Reads samples by their number: from arrays, or of what gives records; lists and reads images."""
 
 import math
 import numbers
@@ -82,42 +82,27 @@ class ArraySource:
         return in_floatx((take_rows(self._targets, indices), take_rows(self._sample_weight, indices)))
 
 
-class ImageFolder:
-    """Images in folders, one sub-folder per class; read when they are needed, in parallel.
+def read_image(path: str, size: tuple[int, int], channels: int) -> np.ndarray:
+    """Reads an image, scaled to a height and a width, uint8, shape `(height, width, channels)`.
 
     Args:
-        paths: the image files.
-        labels: class of each, whole numbers, shape `(samples,)`.
-        size: height and width to which every image is scaled.
+        path: of the file.
+        size: height and width.
         channels: 3 for colour, 1 for grey.
+
+    Raises:
+        UserError: if the file is no image.
     """
+    from PIL import Image
 
-    name = ""
-
-    def __init__(self, paths: Sequence[str], labels: np.ndarray, size: tuple[int, int], channels: int = 3):
-        self.paths, self.labels, self.size, self.channels = list(paths), labels, tuple(size), channels
-        self.num_samples = len(self.paths)
-        self.num_threads = min(16, os.cpu_count() or 1)
-
-    def inputs(self, indices: np.ndarray) -> np.ndarray:
-        """Reads the images, uint8, shape `(rows, height, width, channels)`."""
-        return np.stack([self._read(self.paths[index]) for index in indices])
-
-    def targets(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
-        """Returns the labels."""
-        return self.labels[indices], None
-
-    def _read(self, path: str) -> np.ndarray:
-        from PIL import Image
-
-        height, width = self.size
-        try:
-            with Image.open(path) as image:
-                image.draft("RGB" if self.channels == 3 else "L", (width, height))  # JPEG: decodes at a smaller size
-                pixels = np.asarray(image.convert("RGB" if self.channels == 3 else "L").resize((width, height)))
-        except Exception as error:  # Pillow's readers raise anything of a file that is none of theirs
-            raise UserError(f"{path}: cannot be read as an image ({error!s:.300}); remove or replace it") from error
-        return pixels.reshape(height, width, self.channels)
+    (height, width), mode = size, "RGB" if channels == 3 else "L"
+    try:
+        with Image.open(path) as image:
+            image.draft(mode, (width, height))  # JPEG: decodes at a smaller size
+            pixels = np.asarray(image.convert(mode).resize((width, height)))
+    except Exception as error:  # Pillow's readers raise anything of a file that is none of theirs
+        raise UserError(f"{path}: cannot be read as an image ({error!s:.300}); remove or replace it") from error
+    return pixels.reshape(height, width, channels)
 
 
 def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
@@ -324,12 +309,12 @@ class RecordSource:
         self.num_samples, self.num_threads = len(records), num_threads
         if not self.num_samples:
             raise UserError(f"expected at least one record. Received: a {kind} without any")
-        self._records, self._decode = records, decode
+        self.records, self._decode = records, decode
         # What each thread read last: inputs and targets of a batch are asked for one after the other.
         self._last = threading.local()
 
     def __reduce__(self) -> Any:  # what threads have read is not sent
-        return type(self), (self._records, self._decode, self.num_threads)
+        return type(self), (self.records, self._decode, self.num_threads)
 
     def inputs(self, indices: np.ndarray) -> Any:
         """See `kerasdp.data.sources.Source`."""
@@ -349,8 +334,8 @@ class RecordSource:
 
     def _read(self, indices: list[int]) -> list[Any]:
         """Returns inputs, targets and sample weight of each of these records."""
-        several = hasattr(self._records, "__getitems__")
-        samples = self._records.__getitems__(indices) if several else [self._records[index] for index in indices]
+        several = hasattr(self.records, "__getitems__")
+        samples = self.records.__getitems__(indices) if several else [self.records[index] for index in indices]
         found = zip(indices, samples, strict=True)
         return [keras.utils.unpack_x_y_sample_weight(self._decoded(index, sample)) for index, sample in found]
 

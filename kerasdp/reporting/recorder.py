@@ -13,7 +13,6 @@ import keras
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
 from kerasdp.reporting import report, run_files
-from kerasdp.reporting.figure import FOLDER
 from kerasdp.runtime.run_state import RunState
 
 
@@ -247,23 +246,3 @@ def as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:
             value = float(value)
         numbers[name] = value
     return numbers
-
-
-class LiveCurve(keras.callbacks.Callback):
-    """Draws the curves again as epochs end, in the notebook that started the run."""
-
-    def __init__(self, facts: report.Facts, *, fit: int, history: list[dict[str, Any]]):
-        """Starts with `history`, the rows of the epochs before a resume; `fit`: the number of this one, from 1."""
-        super().__init__()
-        self.history = list(history)
-        path = os.path.join(os.environ[FOLDER], f"fit-{fit:04d}.png")
-        self._picture = run_files.Curves(path, facts.title, seconds_between=1)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Draws, the first epoch at once."""
-        self.history.append({"epoch": epoch + 1, **report.plain(logs)})
-        self._picture.draw(self.history, now=self._picture.num_drawn == 0)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Draws the last epochs."""
-        self._picture.draw(self.history, now=True)

@@ -109,26 +109,25 @@ def _lines_until(last_step: int, path: str) -> list[str]:
     return kept
 
 
+_SECONDS_BETWEEN_CURVES = 10
+
+
 class Curves:
-    """A picture of loss and accuracy by epoch, which takes a third of a second to draw: longer than a short epoch.
+    """A picture of loss and accuracy by epoch, which takes a third of a second to draw: longer than a short epoch."""
 
-    Attributes:
-        num_drawn: the epochs in it.
-    """
-
-    def __init__(self, path: str, title: str, *, seconds_between: float = 10):
-        self._path, self._title, self._seconds_between = path, title, seconds_between
-        self._drawn_at, self.num_drawn = time.monotonic(), 0
+    def __init__(self, path: str, title: str):
+        self._path, self._title = path, title
+        self._drawn_at, self._num_drawn = time.monotonic(), 0
 
     def draw(self, history: list[dict[str, Any]], *, now: bool = False) -> None:
         """Draws epochs that are new, if it is time or `now`; who reads the file meanwhile reads a whole picture."""
-        is_due = now or time.monotonic() - self._drawn_at > self._seconds_between
-        if not is_due or len(history) == self.num_drawn:
+        is_due = now or time.monotonic() - self._drawn_at > _SECONDS_BETWEEN_CURVES
+        if not is_due or len(history) == self._num_drawn:
             return
         draw_curves(history, f"{self._path}.tmp", self._title)
         with contextlib.suppress(FileNotFoundError):  # there was nothing to draw
             os.replace(f"{self._path}.tmp", self._path)
-        self._drawn_at, self.num_drawn = time.monotonic(), len(history)
+        self._drawn_at, self._num_drawn = time.monotonic(), len(history)
 
 
 def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:

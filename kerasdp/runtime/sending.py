@@ -319,7 +319,9 @@ def _globals_of(code: types.CodeType) -> list[str]:
 
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
-_lock = threading.Lock()  # several threads may start runs, as a search with several jobs does
+# Several threads may start runs, as a search with several jobs does. A process that is forked by the thread that holds
+# it holds it, too, and takes it again.
+_lock = threading.RLock()
 
 
 @contextlib.contextmanager

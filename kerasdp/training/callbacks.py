@@ -1,6 +1,5 @@
 """Calls the callbacks of one `fit`: those that flags ask for, and all on all ranks alike."""
 
-import os
 import sys
 from typing import Any
 
@@ -15,8 +14,7 @@ from kerasdp.data.batch import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import learning_rate_schedule
 from kerasdp.reporting import report
-from kerasdp.reporting.figure import FOLDER
-from kerasdp.reporting.recorder import LiveCurve, Progress, Recorder, as_numbers
+from kerasdp.reporting.recorder import Progress, Recorder, as_numbers
 from kerasdp.runtime import signals
 from kerasdp.runtime.run_state import Position, RunState
 
@@ -77,7 +75,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.resumed = resume(processes, model, identity, found)
             _resume(state, reader, self.resumed)
         self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
-        shown = _shown(state, facts, fit, verbose, self.resumed) if is_chief else []
+        shown = [Progress(state, bar=verbose == 1)] if is_chief and verbose else []
         stateful = [*callbacks, keras.callbacks.History()]
         self.checkpointer = self._make_checkpointer(config, stateful, identity, checkpoints) if checkpoints else None
         super().__init__(
@@ -239,23 +237,12 @@ def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:
     reader.resume_at(position.epoch, position.batch, saved.get("data"))
 
 
-def _shown(
-    state: RunState, facts: report.Facts, fit: int, verbose: str | int, resumed: Checkpoint | None
-) -> list[keras.callbacks.Callback]:
-    """Returns what shows the progress: lines or a bar, and curves."""
-    shown: list[keras.callbacks.Callback] = [Progress(state, bar=verbose == 1)] if verbose else []
-    if verbose == 3 and FOLDER in os.environ:
-        history = resumed.state["recorder"]["history"] if resumed else []
-        shown.append(LiveCurve(facts, fit=fit, history=history))
-    return shown
-
-
 def _verbosity(verbose: str | int | None, config: Config) -> str | int:
-    """Returns 0, 1, 2 or 3; by default lines and curves in a notebook, a bar in a terminal, else a line an epoch."""
+    """Returns 0, 1 or 2; by default a bar in a terminal, else a line an epoch."""
     if verbose == "auto":
         verbose = config.verbose
     if verbose is None:
-        verbose = 3 if FOLDER in os.environ else 1 if sys.stdout.isatty() else 2
+        verbose = 1 if sys.stdout.isatty() else 2
     return verbose
 
 

@@ -11,38 +11,22 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import keras
 import numpy as np
 
-from kerasdp.backends.base import Strategy
 from kerasdp.data.sources import common_length
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import methods_through
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes, meet
-from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.training.data_checks import about_validation
-from kerasdp.training.loop import ModelSteps
+
+if TYPE_CHECKING:
+    from kerasdp.training.runner import Runner
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class CalledRunner(Protocol):
-    """What is used of a `kerasdp.Runner`, whose `fit`, `evaluate` and `predict` are looked up by name.
-
-    Attributes:
-        strategy: how the devices share the work.
-        model_steps: know whether one of its methods runs.
-        watchdog: finds out whether this process hangs.
-        num_model_calls: calls of models' own methods that came to the runner.
-    """
-
-    strategy: Strategy
-    model_steps: ModelSteps
-    watchdog: Watchdog
-    num_model_calls: int
 
 
 def through_model(method: Method) -> Method:
@@ -55,7 +39,7 @@ def through_model(method: Method) -> Method:
     name, parameters, method = method.__name__, inspect.signature(method).parameters, _on_all_ranks(method)
 
     @functools.wraps(method)
-    def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def call(runner: "Runner", model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         given = _arguments(method, runner, model, *args, **kwargs)
         if has_preprocessing(model, name):
             found = preprocess_all(model, given, runner.strategy.processes)
@@ -80,7 +64,7 @@ def _on_all_ranks(method: Method) -> Method:
     """Makes a method of `Runner` begin when all ranks have called it, with the same arguments."""
 
     @functools.wraps(method)
-    def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def call(runner: "Runner", model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         given = {}
         if runner.strategy.processes.num_processes > 1:
             given = summarize_arguments(model, _arguments(method, runner, model, *args, **kwargs))
@@ -102,7 +86,7 @@ def _own_method(model: keras.Model, name: str) -> Callable[..., Any] | None:
     return None if issubclass(keras.Model, kind) else vars(kind)[name]
 
 
-def model_calls_through(runner: CalledRunner) -> contextlib.AbstractContextManager[None]:
+def model_calls_through(runner: "Runner") -> contextlib.AbstractContextManager[None]:
     """Returns the context in which the methods of all models mean those of a runner.
 
     They would train on one device, or on each one by itself, with random numbers of the backend's, and nobody would
@@ -113,7 +97,7 @@ def model_calls_through(runner: CalledRunner) -> contextlib.AbstractContextManag
 
 
 def _through_runner(
-    runner: CalledRunner, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+    runner: "Runner", name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
     """Is called in the place of a method of all models while a runner is there."""
     if runner.model_steps.num_running and name != "evaluate":
@@ -146,7 +130,7 @@ def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[s
         model: whose weights are counted.
         arguments: by their names.
     """
-    found = {name: _described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
+    found = {name: described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
     return {"model": {"shown": _of_model(model)} | _sample_of_weights(model), **found}
 
 
@@ -158,7 +142,7 @@ def _of_model(model: keras.Model) -> str:
 
 
 def _sample_of_weights(model: keras.Model) -> dict[str, float]:
-    """Returns a sample of the weights, as `_described` does of data; nothing if they cannot be read here as a whole."""
+    """Returns a sample of the weights, as `described` does of data; nothing if they cannot be read here as a whole."""
     weights = model.trainable_weights[:_MOST] if model.built else []
     if not weights or any(not getattr(weight.value, "is_fully_replicated", True) for weight in weights):  # jax
         return {}
@@ -166,7 +150,8 @@ def _sample_of_weights(model: keras.Model) -> dict[str, float]:
     return {"sample": sum(samples) / len(samples)}
 
 
-def _described(value: Any) -> dict[str, Any]:
+def described(value: Any) -> dict[str, Any]:
+    """Returns an argument of a call, or data, as `kerasdp.runtime.ranks.unlike` has it."""
     leaves = keras.tree.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]
     if len(leaves) > _MOST:
         return {"shown": f"{type(value).__name__} of {len(leaves)}"}

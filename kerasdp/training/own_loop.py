@@ -6,17 +6,15 @@ and is checked, as user-defined steps of `fit` are (`kerasdp.portability.own_ste
 
 import contextlib
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import numpy as np
 
 from kerasdp.backends.base import DeviceBatch, Strategy
 from kerasdp.backends.steps import variables_of_own_step
-from kerasdp.config import Config
 from kerasdp.data.batch import Feed, Reader, batch_of
 from kerasdp.data.sources import num_samples
 from kerasdp.errors import RunError, UserError
@@ -29,13 +27,17 @@ from kerasdp.portability.random import STEP
 from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
+from kerasdp.runtime.ranks import meet
 from kerasdp.runtime.run_state import Detail, RunState
-from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.first_step_check import check_first_step
-from kerasdp.training.loop import ModelSteps, require_equal_replicas
-from kerasdp.training.prepare import MadeBefore, find_rows, require_within_scope
+from kerasdp.training.loop import require_equal_replicas
+from kerasdp.training.model_calls import described
+from kerasdp.training.prepare import find_rows, require_within_scope
 from kerasdp.training.readers import first_of
+
+if TYPE_CHECKING:
+    from kerasdp.training.runner import Runner
 
 # How what a step returns is joined over the devices.
 REDUCTIONS = ("mean", "sum", "rows", "same")
@@ -71,20 +73,6 @@ class GivenRows:
         """Returns so many rows; a batch of fewer is repeated."""
         rows = np.resize(np.arange(num_samples(self.data)), num_rows)
         return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf)[rows], self.data)
-
-
-class CalledRunner(Protocol):
-    """What is used of a `kerasdp.Runner`."""
-
-    config: Config
-    strategy: Strategy
-    state: RunState
-    watchdog: Watchdog
-    model_steps: ModelSteps
-    made_before: MadeBefore
-    loop: "OwnLoop | None"
-
-    def _scope(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 # Samples that are read of each data set, for trials: as many as the check of the first step takes on 16 devices.
@@ -186,7 +174,7 @@ def _as_ordered(structure: Any, values: Any) -> Any:
 class Step:
     """A user-defined function that runs on all devices, one compiled program a step: what `Runner.step` returns."""
 
-    def __init__(self, runner: CalledRunner, function: Callable[..., Any], returns: Any):
+    def __init__(self, runner: "Runner", function: Callable[..., Any], returns: Any):
         """See `Runner.step`."""
         for reduction in keras.tree.flatten(returns):
             if reduction not in REDUCTIONS:
@@ -211,7 +199,7 @@ class Step:
         if self._model is None:
             with runner.watchdog.compiling():
                 if is_given:
-                    _require_same_arrays(batch.sample.data, runner.strategy, self.__name__)
+                    meet(runner.strategy.processes, self.__name__, {"batch": described(batch.sample.data)})
                 self._model = self._made(batch.sample)
         if runner.loop is not None and (is_given or batch.sample is runner.loop.sample):
             runner.loop.take(self._model)
@@ -310,19 +298,6 @@ def _given(batch: Any, strategy: Strategy) -> LoopBatch:
     data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
     own = batch_of(data, strategy.split, strategy.shard)
     return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), GivenRows(data))
-
-
-def _require_same_arrays(data: Any, strategy: Strategy, name: str) -> None:
-    """Raises `UserError` unless all processes give a step the same arrays."""
-    if strategy.processes.num_processes == 1:
-        return
-    arrays = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).digest()
-    if len(set(strategy.processes.all_gather_object(digest))) > 1:
-        raise UserError(
-            f"the step {name}: expected the same arrays on all processes, of which each takes its rows. Received: "
-            "others on some of them; seed what makes them, by runner.config.seed say"
-        )
 
 
 class SavedParts(keras.Model):

@@ -27,31 +27,6 @@ def test_channels_stay_last_behind_images_with_one_channel(channels):
         assert graph(images, kernel)[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_padding_is_folded_into_convolutions():
-    """Forward, and the cropping of the images' gradient: nothing is padded, and all numbers are the same."""
-    torch = pytest.importorskip("torch")
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from kerasdp.backends.torch.graph_passes import fold_padding
-
-    def step(images, kernel):
-        padded = torch.nn.functional.pad(images, (0, 0, 1, 1, 1, 1))
-        found = torch.nn.functional.conv2d(padded.permute(0, 3, 1, 2), kernel)
-        return found, *torch.autograd.grad((found**2).sum(), (images, kernel))
-
-    def count():
-        return sum("constant_pad_nd" in str(node.target) for node in graph.graph.nodes)
-
-    values = torch.randn(2, 6, 6, 3, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
-    graph = make_fx(step, tracing_mode="fake")(*values)
-    assert count() == 2
-    fold_padding(graph.graph)
-    graph.recompile()
-    assert count() == 0
-    for own, expected in zip(graph(*values), step(*values), strict=True):
-        torch.testing.assert_close(own, expected)
-
-
 def test_messages_are_numbered():
     torch = pytest.importorskip("torch")
     from torch.fx.experimental.proxy_tensor import make_fx

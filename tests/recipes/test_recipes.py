@@ -130,7 +130,7 @@ def test_wrong_choices_before_any_framework_starts(tmp_path):
         ("--gpus=0", "--gpus: expected a whole number of at least 1"),
         ("--model=vgg", "--model: expected one of"),
         ("--nosuch=1", "there is no flag --nosuch"),
-        (f"--workdir={ROOT / 'README.md'}/below", "--workdir: cannot write into"),
+        (f"--workdir={ROOT / 'README.md'}/below", "--workdir: cannot read"),
     ]:
         assert_one_line_and_exit_code_2(train(f"--workdir={tmp_path}", flag), words)
 

@@ -108,8 +108,8 @@ def test_flags():
     ("name", "weights", "words"),
     [
         ("MobileNet9", "none", "--backbone: expected one of ConvNeXtBase, .* Received: 'MobileNet9'"),
-        ("MobileNetV2", "nowhere.h5", "--weights: expected imagenet, none, or a .weights.h5 file. Received: "),
-        ("VGG16", "none", r"--backbone: VGG16 cannot be made for images of shape \(8, 8, 3\)"),
+        ("MobileNetV2", "nowhere.h5", "--weights=nowhere.h5 cannot be made .* the path to the weights file"),
+        ("VGG16", "none", r"--backbone: VGG16 with --weights=none cannot be made for images of shape \(8, 8, 3\)"),
     ],
 )
 def test_a_backbone_that_cannot_be_had(name, weights, words):

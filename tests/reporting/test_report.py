@@ -2,8 +2,15 @@
 
 import csv
 import json
+import os
+import pty
 import shutil
+import sys
 
+import keras
+import pytest
+
+import kerasdp
 from kerasdp.config import Config
 from kerasdp.reporting import report, run_files
 from kerasdp.runtime.run_state import RunState
@@ -153,3 +160,19 @@ def test_a_resumed_run_takes_whatever_lies_in_its_folder(tmp_path, capsys):
         for name in ("history.csv", "report.json")
     ]
     assert run_files._ids_in(str(folder / "trackers.json")) == {}
+
+
+@pytest.mark.parametrize("verbose", [None, 0])
+def test_a_terminal_says_at_once_what_starts(verbose, monkeypatch):
+    """The frameworks take ten seconds or more to start; a file of errors does not get the line."""
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert kerasdp.launch(lambda runner: 3, device="cpu", verbose=verbose) == 3
+        stderr.write("end")
+        stderr.flush()
+        received = b""
+        while not received.endswith(b"end"):
+            received += os.read(ours, 100)
+    os.close(ours)
+    assert received.decode() == ("" if verbose == 0 else f"starting {keras.config.backend()} ...\r\n") + "end"

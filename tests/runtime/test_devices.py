@@ -186,7 +186,7 @@ def test_a_name_that_needs_keras_takes_a_backend_that_is_there():
     """Keras itself takes TensorFlow, where nobody has chosen."""
     program = (
         "import os, sys, kerasdp; kerasdp.is_installed = lambda name: name != 'tensorflow'; "
-        "kerasdp.choose_backend = lambda name: 'jax'; help(kerasdp.ImageFolder); import keras; "
+        "kerasdp.choose_backend = lambda name: 'jax'; help(kerasdp.RecordSource); import keras; "
         "print(keras.backend.backend(), 'KERAS_BACKEND' in os.environ, 'tensorflow' in sys.modules)"
     )
     env = {name: value for name, value in environment().items() if name != "KERAS_BACKEND"}

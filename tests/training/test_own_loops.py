@@ -138,7 +138,7 @@ REFUSED = {
     "reduction": "returns: expected some of mean, sum, rows, same. Received: 'median'",
     "rows_of_trial": "the step lambda fails on 4 samples (a trial before the first step): ",
     "read": "0.01 ",
-    "other_arrays": "the step nothing: expected the same arrays on all processes",
+    "other_arrays": "expected the same batch on all ranks",
     "parted": "first in sequential/dense/kernel: a layer, a loss, a callback or a loop changed it on one device",
 }
 

@@ -12,7 +12,7 @@ from tests.helpers import ROOT
 # After a change that takes something out, write the new number. One that raises a number names its reason in the same
 # commit, and in a comment here.
 CHOICES = 34
-PUBLIC_NAMES = 27
+PUBLIC_NAMES = 26
 LINES_OF_CODE = 17456
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

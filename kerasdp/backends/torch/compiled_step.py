@@ -30,7 +30,6 @@ from kerasdp.backends.steps import (
 from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.graph_passes import (
     bring_to_device,
-    fold_padding,
     keep_channels_last,
     number_messages,
     overlap_parts,
@@ -197,7 +196,6 @@ class CompiledStep(abc.ABC):
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
         refuse_exchanges(graph.graph)
         refuse_draws(graph.graph)
-        fold_padding(graph.graph)
         if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)
         if self.strategy.is_gpu:

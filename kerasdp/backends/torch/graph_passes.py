@@ -13,8 +13,6 @@ from kerasdp.backends.torch.private import force_strides, gatherings_and_sums
 _aten = torch.ops.aten
 # Operations between a weight and its message: views, and a change of type.
 _FEW_NODES = 24
-# Places of their arguments.
-_FORWARD_PADDING, _BACKWARD_INPUT, _BACKWARD_PADDING = 4, 1, 5
 
 
 def refuse_exchanges(graph: Graph) -> None:
@@ -125,25 +123,6 @@ def _has_effect(node: Node) -> bool:
     return node.is_impure() or (node.op == "call_function" and not is_torchs)
 
 
-def fold_padding(graph: Graph) -> None:
-    """Folds a `ZeroPadding2D` into the convolutions after it: one copy less forward, and one less backward."""
-    for pad in graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
-        permute = _padded_for_convolutions(pad)
-        if permute is None:
-            continue
-        _, _, left, _, top, _ = pad.args[1]
-        permute.replace_input_with(pad, pad.args[0])
-        for user in list(permute.users):
-            place = _FORWARD_PADDING if user.target is _aten.convolution.default else _BACKWARD_PADDING
-            arguments = list(user.args)
-            arguments[place] = [top, left]
-            user.args = tuple(arguments)
-            for crop in _crops(user) or () if place == _BACKWARD_PADDING else ():
-                crop.replace_all_uses_with(crop.all_input_nodes[0])
-                graph.erase_node(crop)
-        graph.erase_node(pad)
-
-
 def keep_channels_last(graph: Graph) -> None:
     """Stores the outputs of convolutions of one-channel images with channels last, as Keras has them.
 
@@ -158,45 +137,6 @@ def keep_channels_last(graph: Graph) -> None:
                 turned = graph.call_function(force_strides(), (convolution, strides))
             turned.meta["val"] = output
             convolution.replace_all_uses_with(turned, delete_user_cb=lambda user, turned=turned: user is not turned)
-
-
-def _padded_for_convolutions(pad: Node) -> Node | None:
-    """Finds the permutation to NCHW after a padding with zeros, evenly, that only convolutions use."""
-    widths: Any = pad.args[1]
-    value = pad.args[2] if len(pad.args) > 2 else 0.0
-    if value != 0 or len(widths) != 6 or widths[:2] != [0, 0] or widths[2] != widths[3] or widths[4] != widths[5]:
-        return None
-    if min(widths) < 0 or len(pad.users) != 1:
-        return None
-    (permute,) = pad.users
-    if permute.target is not _aten.permute.default or permute.args[1] != [0, 3, 1, 2]:
-        return None
-    for user in permute.users:
-        args: Any = user.args
-        if user.target is _aten.convolution.default:
-            fits = args[0] is permute and args[1] is not permute and set(args[_FORWARD_PADDING]) == {0}
-        elif user.target is _aten.convolution_backward.default:
-            fits = args[_BACKWARD_INPUT] is permute and set(args[_BACKWARD_PADDING]) == {0}
-            crops = _crops(user)
-            fits = fits and all(crop.args[1] == [-width for width in widths] for crop in crops or ())
-            fits = fits and crops is not None
-        else:
-            fits = False
-        if not fits:
-            return None
-    return permute
-
-
-def _crops(backward: Node) -> list[Node] | None:
-    """Finds the nodes that crop the padding from the input's gradient; None if that gradient is used otherwise."""
-    crops = []
-    for part in backward.users:
-        if part.target is operator.getitem and part.args[1] == 0:
-            for permute in part.users:
-                if permute.target is not _aten.permute.default or permute.args[1] != [0, 2, 3, 1]:
-                    return None
-                crops += list(permute.users)
-    return crops if all(crop.target is _aten.constant_pad_nd.default for crop in crops) else None
 
 
 def number_messages(graph: Graph) -> None:
