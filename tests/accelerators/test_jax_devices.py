@@ -41,6 +41,7 @@ def test_jax_sees_only_the_gpus_of_the_run(driver):
     }  # fmt: skip
 
 
+@pytest.mark.proof
 def test_gpus_that_an_earlier_run_left_out_need_a_new_process(driver):
     seen = result_of(run(PROGRAMS / "jax_devices.py", "kept_for_the_cpu", LD_LIBRARY_PATH=driver))
     assert seen == [
@@ -51,6 +52,7 @@ def test_gpus_that_an_earlier_run_left_out_need_a_new_process(driver):
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -63,6 +65,7 @@ def test_flags_of_a_deterministic_run_are_known_to_xla_and_set_once(given, expec
     assert result_of(done) == [expected, 5.0]
 
 
+@pytest.mark.proof
 def test_a_run_cannot_become_deterministic_once_jax_has_started():
     message = f"AlreadyStartedError: JAX has already started without {DETERMINISTIC}"
     assert result_of(run(PROGRAMS / "jax_devices.py", "late", backend="jax")) == [message, ""]
@@ -106,6 +109,7 @@ def test_processes_that_a_script_has_joined_are_those_of_the_run():
         assert found[2].startswith("2 virtual CPU devices of 2 processes"), found
 
 
+@pytest.mark.proof
 def test_a_platform_that_does_not_start_is_one_line():
     done = run("recipes/train.py", "--backend=jax", JAX_PLATFORMS="tpu")
     if os.path.exists("/dev/accel0"):

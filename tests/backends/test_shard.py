@@ -16,7 +16,7 @@ SHARDS = {
 }
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
 # Where `tied` is in the default suite; all else is a proof.
-USUAL = (("jax", "weights", 2), ("torch", "weights", 2), ("torch", "optimizer", 2))
+USUAL = (("jax", "weights", 2), ("torch", "weights", 2))
 
 
 def cases_of(backend, shard):

@@ -205,6 +205,7 @@ print(kerasdp.launch(train, device="cpu", verbose=0))
 """
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(len(INSTALLED) < 2 or "tensorflow" not in INSTALLED, reason="needs tensorflow and another backend")
 def test_tensorflow_says_nothing_where_it_only_reads_data():
     env = environment(KERAS_BACKEND=INSTALLED[0], PYTHONPATH=str(ROOT))

@@ -45,6 +45,7 @@ def test_all(backend):
             np.testing.assert_allclose(losses, expected[name], rtol=1e-9, err_msg=name)
 
 
+@pytest.mark.proof
 def test_the_loss_of_the_page(tmp_path):
     """The masked loss of `docs/own-loops.md`, run as it stands there, on two devices and on one."""
     page = (ROOT / "docs" / "own-loops.md").read_text()
