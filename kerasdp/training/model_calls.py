@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import keras
 import numpy as np
@@ -22,9 +22,6 @@ from kerasdp.keras_compat.models import methods_through
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes, meet
 from kerasdp.training.data_checks import about_validation
-
-if TYPE_CHECKING:
-    from kerasdp.training.runner import Runner
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -39,7 +36,7 @@ def through_model(method: Method) -> Method:
     name, parameters, method = method.__name__, inspect.signature(method).parameters, _on_all_ranks(method)
 
     @functools.wraps(method)
-    def call(runner: "Runner", model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def call(runner: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         given = _arguments(method, runner, model, *args, **kwargs)
         if has_preprocessing(model, name):
             found = preprocess_all(model, given, runner.strategy.processes)
@@ -64,7 +61,7 @@ def _on_all_ranks(method: Method) -> Method:
     """Makes a method of `Runner` begin when all ranks have called it, with the same arguments."""
 
     @functools.wraps(method)
-    def call(runner: "Runner", model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def call(runner: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         given = {}
         if runner.strategy.processes.num_processes > 1:
             given = summarize_arguments(model, _arguments(method, runner, model, *args, **kwargs))
@@ -86,7 +83,7 @@ def _own_method(model: keras.Model, name: str) -> Callable[..., Any] | None:
     return None if issubclass(keras.Model, kind) else vars(kind)[name]
 
 
-def model_calls_through(runner: "Runner") -> contextlib.AbstractContextManager[None]:
+def model_calls_through(runner: Any) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which the methods of all models mean those of a runner.
 
     They would train on one device, or on each one by itself, with random numbers of the backend's, and nobody would
@@ -97,7 +94,7 @@ def model_calls_through(runner: "Runner") -> contextlib.AbstractContextManager[N
 
 
 def _through_runner(
-    runner: "Runner", name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+    runner: Any, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
     """Is called in the place of a method of all models while a runner is there."""
     if runner.model_steps.num_running and name != "evaluate":

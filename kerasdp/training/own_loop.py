@@ -8,13 +8,14 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
 
 from kerasdp.backends.base import DeviceBatch, Strategy
 from kerasdp.backends.steps import variables_of_own_step
+from kerasdp.config import Config
 from kerasdp.data.batch import Feed, Reader, batch_of
 from kerasdp.data.sources import num_samples
 from kerasdp.errors import RunError, UserError
@@ -29,15 +30,13 @@ from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
 from kerasdp.runtime.ranks import meet
 from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.first_step_check import check_first_step
-from kerasdp.training.loop import require_equal_replicas
+from kerasdp.training.loop import ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import described
-from kerasdp.training.prepare import find_rows, require_within_scope
+from kerasdp.training.prepare import MadeBefore, find_rows, require_within_scope
 from kerasdp.training.readers import first_of
-
-if TYPE_CHECKING:
-    from kerasdp.training.runner import Runner
 
 # How what a step returns is joined over the devices.
 REDUCTIONS = ("mean", "sum", "rows", "same")
@@ -73,6 +72,20 @@ class GivenRows:
         """Returns so many rows; a batch of fewer is repeated."""
         rows = np.resize(np.arange(num_samples(self.data)), num_rows)
         return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf)[rows], self.data)
+
+
+class CalledRunner(Protocol):
+    """What is used of a `kerasdp.Runner`."""
+
+    config: Config
+    strategy: Strategy
+    state: RunState
+    watchdog: Watchdog
+    model_steps: ModelSteps
+    made_before: MadeBefore
+    loop: "OwnLoop | None"
+
+    def _scope(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 # Samples that are read of each data set, for trials: as many as the check of the first step takes on 16 devices.
@@ -174,7 +187,7 @@ def _as_ordered(structure: Any, values: Any) -> Any:
 class Step:
     """A user-defined function that runs on all devices, one compiled program a step: what `Runner.step` returns."""
 
-    def __init__(self, runner: "Runner", function: Callable[..., Any], returns: Any):
+    def __init__(self, runner: CalledRunner, function: Callable[..., Any], returns: Any):
         """See `Runner.step`."""
         for reduction in keras.tree.flatten(returns):
             if reduction not in REDUCTIONS:
