@@ -66,6 +66,7 @@ _MODULES = {
     "value_and_grad": "kerasdp.portability.gradients",
 }
 
+_WHOLE = ("layers", "parity", "pipeline")  # modules themselves
 _OF_HERE = ["Config", "PreemptedError", "RunError", "UserError", "launch", "local_devices"]
 __all__ = sorted([*_OF_HERE, *_MODULES])
 
@@ -74,7 +75,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _imported(_MODULES[name])
-    return getattr(module, name, module)
+    return module if name in _WHOLE else getattr(module, name)
 
 
 def _imported(name: str) -> Any:

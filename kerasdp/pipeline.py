@@ -364,7 +364,7 @@ class MicroBatches:
 
     Args:
         num_rows: of the global batch.
-        size: rows of a micro-batch, over all pipelines; the last one may have fewer.
+        size: rows of a micro-batch; the last one may have fewer.
     """
 
     num_rows: int

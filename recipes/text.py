@@ -19,19 +19,19 @@ UNUSED = ["model", "dataset", "data_dir"]
 
 
 def windows():
-    """Returns (inputs, targets) to train on, and those held out, codes of shape (windows, LENGTH), and their number."""
+    """Returns inputs and targets to train on, inputs and targets held out, and how many characters there are."""
     from pydoc_data.topics import topics
 
     import numpy as np
 
     text = "\n".join(topics.values())
-    characters = sorted(set(text))
-    codes = np.array([characters.index(each) for each in text], "int32")
+    code_of = {character: code for code, character in enumerate(sorted(set(text)))}
+    codes = np.array([code_of[character] for character in text], "int32")
     num_windows = (len(codes) - 1) // LENGTH
     # The target of each character is the next one.
     x, y = (codes[first : first + num_windows * LENGTH].reshape(-1, LENGTH) for first in (0, 1))
     held_out = np.arange(num_windows) % 10 == 0
-    return (x[~held_out], y[~held_out]), (x[held_out], y[held_out]), len(characters)
+    return (x[~held_out], y[~held_out]), (x[held_out], y[held_out]), len(code_of)
 
 
 def build(num_characters: int):

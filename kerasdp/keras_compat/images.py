@@ -196,8 +196,8 @@ def elastic_outside_of_a_program(
         int(sigma)
     except Exception as error:
         raise UserError(
-            "RandomElasticTransform: expected numbers to be known, of which jax compiles the step. Apply the layer in "
-            "the data (tf.data's map), or train with torch or tensorflow"
+            "RandomElasticTransform: jax cannot compile a step with this layer, since its random numbers are sizes. "
+            "Apply the layer in the data (tf.data's map), or train with torch or tensorflow"
         ) from error
     return original(images, alpha, sigma, **choices)
 

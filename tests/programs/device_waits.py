@@ -18,8 +18,8 @@ import torch  # noqa: E402
 from starting import printed
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-# Steps of the runs of which the difference is taken, and samples of each. Within the first run a model's weights are
-# read, too, up to the fifth step: have they changed?
+# Steps of a short and of a long run, and samples of a step. The counts of the short run are subtracted from the counts
+# of the long one. The first run of a model has more than five steps: in the first five kerasdp reads the weights.
 SHORT, LONG, NUM_ROWS = 6, 12, 4
 KINDS = ("read", "sent", "native_batch_norm", "_foreach_add_")
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal")

@@ -158,7 +158,7 @@ def train(runner):
     # Micro-batches of an output that carries a mask are refused, and such as mix samples.
     in_parts = runner.config.accumulate > 1 or runner.config.strategy == "pipeline"
     left_out = [
-        *("constants", "moved"),  # of which only float64 tells
+        *("constants", "moved"),  # in float32 they would show nothing
         *(["masked_and_weighted", "largest"] if in_parts else []),
     ]
     names = sys.argv[3:] or [name for name in CASES if name not in left_out]
