@@ -181,6 +181,17 @@ def _leaky_relu(_: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> A
     return ops.where(x > 0, x, negative_slope * x)
 
 
+def _first_largest(original: Callable[..., Any], x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+    """Returns the place of the first of the largest numbers, as an accuracy asks for it, by TensorFlow's own function.
+
+    Keras (3.15) first makes -0.0 less than 0.0. It asks for the sign by a comparison in int32, for which TensorFlow
+    (2.21) has no kernel on GPUs: in each step the logits would go through the host.
+    """
+    if axis is None or keepdims:
+        return original(x, axis=axis, keepdims=keepdims)
+    return _functions("numpy", "argmax").tf.argmax(ops.convert_to_tensor(x), axis, "int32")
+
+
 # In float64, where TensorFlow (2.21) computes with constants of float32, or wholly in float32.
 
 
@@ -471,6 +482,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("numpy", "take"): functools.partial(_rows_of_table, rows_by="int64"),
         ("numpy", "einsum"): _as_one_product,
+        ("numpy", "argmax"): _first_largest,
         ("nn", "gelu"): _exact_gelu,
         ("nn", "leaky_relu"): _leaky_relu,
         ("image", "resize"): images.resize,
