@@ -122,12 +122,8 @@ def _copy(words: list[str]) -> None:
         raise UserError(
             f"expected kerasdp copy {_OF_COPY}. Received: {' '.join(words)!r}; kerasdp list shows the names"
         )
-    written = copy(names[0], *names[1:] or ["."], force="--force" in words)
-    for path in written:
+    for path in copy(names[0], *names[1:] or ["."], force="--force" in words):
         print(f"copied to {path}")
-    if written[0].suffix == ".py":
-        takes_flags = any(word in written[0].read_text() for word in ("kerasdp.main(", "argparse", "protocol"))
-        print(f"next: python {written[0]}{' --help' * takes_flags}")
 
 
 def copy(name: str, destination: str, *, force: bool) -> list[pathlib.Path]:

@@ -5,7 +5,6 @@ import csv
 import functools
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ class RunFiles:
         self.workdir = workdir
         self.history = list(history or [])
         self._reported: set[str] = set()
-        self._curves = Curves(self._path("curves.png"), facts.title)
+        self._title = facts.title
         os.makedirs(workdir, exist_ok=True)
         for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
             with self._tolerated(name), contextlib.suppress(FileNotFoundError):
@@ -54,7 +53,7 @@ class RunFiles:
         self._trackers.add("step", step, numbers)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
-        """Writes a row of history.csv; curves.png follows at most every ten seconds, and in `close`."""
+        """Writes a row of history.csv."""
         self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
         self._write_history()
         self._trackers.add("epoch", epoch + 1, logs)
@@ -66,17 +65,15 @@ class RunFiles:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(self.history)
-        with self._tolerated("curves.png"):
-            self._curves.draw(self.history)
 
     def add_result(self, result: dict[str, Any]) -> None:
         """Writes report.json."""
         self._write_json("report.json", result)
 
     def close(self) -> None:
-        """Draws the last curves and ends the trackers."""
+        """Draws the curves and ends the trackers."""
         with self._tolerated("curves.png"):
-            self._curves.draw(self.history, now=True)
+            draw_curves(self.history, self._path("curves.png"), self._title)
         self._trackers.close()
 
     def _path(self, name: str) -> str:
@@ -107,27 +104,6 @@ def _lines_until(last_step: int, path: str) -> list[str]:
                 if json.loads(line)["step"] <= last_step:
                     kept.append(line.decode().rstrip("\n") + "\n")
     return kept
-
-
-_SECONDS_BETWEEN_CURVES = 10
-
-
-class Curves:
-    """A picture of loss and accuracy by epoch, which takes a third of a second to draw: longer than a short epoch."""
-
-    def __init__(self, path: str, title: str):
-        self._path, self._title = path, title
-        self._drawn_at, self._num_drawn = time.monotonic(), 0
-
-    def draw(self, history: list[dict[str, Any]], *, now: bool = False) -> None:
-        """Draws epochs that are new, if it is time or `now`; who reads the file meanwhile reads a whole picture."""
-        is_due = now or time.monotonic() - self._drawn_at > _SECONDS_BETWEEN_CURVES
-        if not is_due or len(history) == self._num_drawn:
-            return
-        draw_curves(history, f"{self._path}.tmp", self._title)
-        with contextlib.suppress(FileNotFoundError):  # there was nothing to draw
-            os.replace(f"{self._path}.tmp", self._path)
-        self._drawn_at, self._num_drawn = time.monotonic(), len(history)
 
 
 def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:

@@ -1,6 +1,5 @@
 """Chooses the backend and the devices of a run, before Keras is first imported."""
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -8,7 +7,6 @@ import json
 import os
 import platform
 import sys
-import time
 
 from kerasdp.config import BACKENDS, TRACKERS, Config
 from kerasdp.errors import UserError
@@ -21,10 +19,6 @@ _WRITTEN_BY_KERAS = {
     "backend": "tensorflow",
     "image_data_format": "channels_last",
 }
-
-# Most bytes on disk of what a backend compiles. Files that are younger than so many seconds stay in any case: a run may
-# compile with them just now.
-_CACHE_BYTES, _CACHE_SECONDS = 4 * 10**9, 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,8 +188,8 @@ def cache_folder(name: str) -> str | None:
     """Returns a folder of this user alone for what a backend compiles; None if there can be none.
 
     What lies there is run: another user has not made it, and cannot write there. One for each kind of CPU: home folders
-    are shared by machines, and programs for one may not run on another. If it has grown too large, what nobody has used
-    for longest goes.
+    are shared by machines, and programs for one may not run on another. Nothing is deleted there, as JAX and torch
+    delete nothing in caches of their own.
     """
     try:
         with open("/proc/cpuinfo") as file:
@@ -211,21 +205,4 @@ def cache_folder(name: str) -> str | None:
         os.chmod(folder, 0o700)
     except OSError:
         return None
-    _shrink(folder)
     return folder
-
-
-def _shrink(folder: str) -> None:
-    """Deletes the files that were not used for longest, until the others are small enough."""
-    files = []
-    for path in (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names):
-        with contextlib.suppress(FileNotFoundError):  # another run deletes, too
-            status = os.lstat(path)
-            files.append((max(status.st_atime, status.st_mtime), status.st_size, path))
-    excess = sum(size for _, size, _ in files) - _CACHE_BYTES
-    for used, size, path in sorted(files):
-        if excess <= 0 or time.time() - used < _CACHE_SECONDS:
-            return
-        with contextlib.suppress(OSError):
-            os.remove(path)
-            excess -= size

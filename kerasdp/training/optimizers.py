@@ -19,7 +19,14 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         UserError: if Keras has no such optimizer, or it does not take these arguments.
     """
     name, arguments = choices.parse(config.optimizer, "optimizer")
-    known = _optimizers()
+    base = keras.optimizers.Optimizer
+    # Those that hold others are none to choose; `LossScaleOptimizer` comes with --precision.
+    left_out = (base, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    known: dict[str, Any] = {
+        name.lower(): value
+        for name, value in vars(keras.optimizers).items()
+        if isinstance(value, type) and issubclass(value, base) and value not in left_out
+    }
     if name.lower() not in known:
         raise UserError(f"--optimizer: expected one of {', '.join(known)}. Received: {name!r}")
     if config.learning_rate is not None:
@@ -28,17 +35,3 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         return made_of_choices(known[name.lower()](**arguments))
     except (TypeError, ValueError) as error:
         raise UserError(f"--optimizer: {name} does not take these arguments: {str(error).splitlines()[0]}") from error
-
-
-def _optimizers() -> dict[str, Any]:
-    """Returns all of `keras.optimizers` by lower-case name but those that hold others.
-
-    `LossScaleOptimizer` comes with --precision.
-    """
-    base = keras.optimizers.Optimizer
-    others = (base, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
-    return {
-        name.lower(): value
-        for name, value in vars(keras.optimizers).items()
-        if isinstance(value, type) and issubclass(value, base) and value not in others
-    }

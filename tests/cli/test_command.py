@@ -65,9 +65,7 @@ def test_list_has_a_line_for_each(capsys):
 def test_copies_never_overwrite(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("copy", "train") == 0
-    assert capsys.readouterr().out.endswith("next: python train.py --help\n")
-    assert call("copy", "custom_model") == 0  # takes no flags, and would train
-    assert capsys.readouterr().out.endswith("next: python custom_model.py\n")
+    assert capsys.readouterr().out == "copied to train.py\n"
     (tmp_path / "train.py").write_text("mine")
     assert call("copy", "recipes/train.py") == 2
     assert "there is already train.py" in capsys.readouterr().err

@@ -90,22 +90,6 @@ def test_files(tmp_path):
     assert any((tmp_path / "tensorboard").iterdir())
 
 
-def test_curves_cost_less_than_what_they_show(tmp_path, monkeypatch):
-    """Drawing takes 0.3 CPU seconds: short epochs are drawn together, long ones each, and the last always."""
-    now = 100.0
-    monkeypatch.setattr(run_files.time, "monotonic", lambda: now)
-    drawn = []
-    monkeypatch.setattr(run_files, "draw_curves", lambda history, *_: drawn.append(len(history)))
-    files = run_files.RunFiles(str(tmp_path), facts(tmp_path))
-    for epoch, seconds in enumerate([1, 1, 12, 1, 11, 1]):
-        now += seconds
-        files.add_epoch(epoch, {"loss": 0.7}, seconds, 500.0)
-    assert drawn == [3, 5]
-    files.close()
-    files.close()
-    assert drawn == [3, 5, 6]
-
-
 def test_files_go_on(tmp_path):
     """Behind step 20, although the run that was killed had come to step 30, and to half of its next line."""
     of = facts(tmp_path)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -147,24 +146,6 @@ def test_what_is_compiled_is_kept_where_nobody_else_can_write(monkeypatch, tmp_p
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert devices.cache_folder("torch") is None
-
-
-def test_what_is_compiled_does_not_grow_for_ever(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(devices, "_CACHE_BYTES", 350)
-    folder = devices.cache_folder("jax")
-    days = {"oldest": 9, "used": 5, "old": 7, "young": 0, "of this hour": 0.04}
-    os.mkdir(os.path.join(folder, "within"))
-    for name, age in days.items():
-        path = os.path.join(folder, "within", name)
-        with open(path, "wb") as file:
-            file.write(bytes(100))
-        os.utime(path, (time.time() - 86_400 * age, time.time() - 86_400 * (8 if name == "used" else age)))
-    assert devices.cache_folder("jax") == folder
-    assert sorted(os.listdir(os.path.join(folder, "within"))) == ["of this hour", "used", "young"]
-    monkeypatch.setattr(devices, "_CACHE_BYTES", 50)
-    devices.cache_folder("jax")
-    assert sorted(os.listdir(os.path.join(folder, "within"))) == ["of this hour", "young"]
 
 
 @pytest.mark.skipif("torch" not in INSTALLED, reason="needs torch")
