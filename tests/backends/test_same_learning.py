@@ -129,7 +129,7 @@ def test_dropout_masks_are_bit_equal(pair):
 @in_each_way("callbacks")
 def test_callbacks_decide_the_same_and_write_once(pair):
     expected, received = pair
-    assert received["files"] == expected["files"] == ["best.keras", "log.csv"]
+    assert received["files"] == expected["files"] == ["best.weights.h5", "log.csv"]
     assert received["rows"] == expected["rows"]
     assert_same(expected["history"], received["history"], 1e-5)
     assert received["rate"] == expected["rate"]

@@ -10,7 +10,7 @@ from tests.helpers import BACKENDS, PROGRAMS, files_of_run, result_of, run, trai
 pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="of torch's pipelines")
 
 
-# After the first of the models within `pipelines.random`.
+# After the first of the models within `random` of small_nets.py.
 CUT = "body"
 
 
@@ -21,7 +21,7 @@ def pipelines(cases):
     order = sorted(range(len(cases)), key=lambda place: -cases[place]["num_devices"])
     given = json.dumps([{"backend": "torch"} | cases[place] for place in order])
     # torch would give a single process more threads, which add up in another order.
-    done = run(PROGRAMS / "pipelines.py", given, backend="torch", OMP_NUM_THREADS="1")
+    done = run(PROGRAMS / "small_nets.py", given, backend="torch", OMP_NUM_THREADS="1")
     results = dict(zip(order, result_of(done), strict=True))
     return [results[place] for place in range(len(cases))]
 
@@ -45,8 +45,8 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(rule):
 
 
 def test_without_batch_norm_it_is_the_whole_model():
-    """Dropout, penalties, two outputs, a last batch of 4, validation: as on one device without micro-batches."""
-    case = {"net": "random", "rule": "sgd"}
+    """Dropout, penalties, two outputs, a last batch of 4, sample weights, validation: as on one device."""
+    case = {"net": "random"}
     cases = [cut(2, split_size=2, **case | {"cut_at": CUT}), cut(2, split_size=5, **case)]
     *results, expected = pipelines([*cases, case | {"num_devices": 1}])
     for case, received in zip(cases, results, strict=True):
@@ -61,7 +61,7 @@ def test_without_batch_norm_it_is_the_whole_model():
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_in_float64_nothing_but_the_last_bits_differs(rule):
     """With shares of a batch, thirds and twelfths, that float32 rounds; norm and penalties are summed over stages."""
-    case = {"net": "random", "rule": rule, "precision": "float64", "batch_size": 12}
+    case = {"net": "random", "rule": rule, "precision": "float64", "batch_size": 24}
     cases = [cut(2, 3, **case | {"cut_at": CUT}), cut(3, 4, **case)]
     cases.append(cut(2, 12, **case))
     *results, whole = pipelines([*cases, case | {"num_devices": 1}])

@@ -79,7 +79,7 @@ def on_the_cpu(kind):
 def train(image, runs, layer, net, rows, found, runner):
     """A few steps of each kind; losses, outputs, and in `found` what the steps hold."""
     import keras
-    from learn_classes import StepLosses
+    from learn_classes import fitted
 
     numbers = np.random.RandomState(0)
     x = numbers.randint(0, 256, (NUM_STEPS * rows, *image)).astype("uint8")
@@ -93,12 +93,11 @@ def train(image, runs, layer, net, rows, found, runner):
             model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
-    losses = StepLosses(runner)
     with watched(found, runs):
-        runner.fit(model, x, y, batch_size=rows, callbacks=[losses])
+        losses, _ = fitted(runner, model, x, y, batch_size=rows)
         evaluated = runner.evaluate(model, x, y, batch_size=rows)
         outputs = runner.predict(model, x, batch_size=rows)
-    return {"losses": losses.values, "evaluated": evaluated, "outputs": outputs.tolist()} if runs else {}
+    return {"losses": losses, "evaluated": evaluated, "outputs": outputs.tolist()} if runs else {}
 
 
 class watched:  # noqa: N801

@@ -22,7 +22,7 @@ def learn(runner):
 def lenet(runner):
     """40 steps of LeNet over an epoch's end, whose last batch divides by no device count; metrics of many kinds."""
     import keras
-    from learn_classes import MaximumLogit, StepLosses, digest_of
+    from learn_classes import MaximumLogit, digest_of, fitted
 
     data = kerasdp.load_data(runner.config)
     with runner.scope():
@@ -33,13 +33,12 @@ def lenet(runner):
             metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3, name="top3"), MaximumLogit()],
         )
     initial = digest_of(model)
-    losses = StepLosses(runner)
-    history = runner.fit(model, data.train, batch_size=61, epochs=2, callbacks=[losses], validation_data=data.test)
+    losses, history = fitted(runner, model, data.train, batch_size=61, epochs=2, validation_data=data.test)
     return {
         "initial": initial,
-        "losses": losses.values[:40],
+        "losses": losses[:40],
         "final": {str(place): weight.tolist() for place, weight in enumerate(model.get_weights())},
-        "history": history.history,
+        "history": history,
         "evaluate": runner.evaluate(model, data.test, batch_size=61, return_dict=True),
         "predictions": runner.predict(model, data.test, batch_size=61).tolist(),
         "alone": model.predict(data.test.inputs(np.arange(360)), verbose=0).tolist(),
@@ -62,7 +61,8 @@ def callbacks(runner):
         callbacks=[
             keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True),
             keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5),
-            keras.callbacks.ModelCheckpoint(os.path.join(folder, "best.keras"), save_best_only=True),
+            # Of whole models Keras saves more than their weights, for which it imports TensorFlow: seconds.
+            keras.callbacks.ModelCheckpoint(f"{folder}/best.weights.h5", save_best_only=True, save_weights_only=True),
             keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
             OddRank(runner.strategy.processes.rank),
         ],
