@@ -38,15 +38,15 @@ class LossOfPairs(Identity):
 
 
 class Largest(metrics.Metric):
-    def __init__(self):
+    def __init__(self, dtype="float32"):
         super().__init__(name="largest")
-        self.value = self.add_variable((), "zeros")
+        self.value = self.add_variable((), "zeros", dtype)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
+        self.value.assign(ops.cast(ops.maximum(ops.cast(self.value, "float32"), ops.max(y_pred)), self.value.dtype))
 
     def result(self):
-        return self.value
+        return ops.cast(self.value, "float32")
 
 
 @kerasdp.per_sample

@@ -1,10 +1,11 @@
 """Trains small models on the given backend and device count, and prints what came out as one line of JSON.
 
-python learn.py BACKEND NUM_DEVICES FOLDER [PART ...]
+python learn.py BACKEND NUM_DEVICES [PART ...]
 """
 
 import os
 import sys
+import tempfile
 
 import numpy as np
 from learn_layers import batch_norm, float8, random_layers, round_off
@@ -16,7 +17,7 @@ import kerasdp
 
 def learn(runner):
     """All proofs in one process: starting a framework costs more than training these models."""
-    return {name: PARTS[name](runner) for name in sys.argv[4:] or PARTS}
+    return {name: PARTS[name](runner) for name in sys.argv[3:] or PARTS}
 
 
 def lenet(runner):
@@ -75,12 +76,10 @@ def callbacks(runner):
     }
 
 
-CASES = (
-    lenet, binary, two_heads, masked_tokens, batch_norm, float8, round_off, random_layers,
-    callbacks,
-)  # fmt: skip
+CASES = (lenet, binary, two_heads, masked_tokens, batch_norm, float8, round_off, random_layers, callbacks)
 PARTS = {case.__name__: case for case in CASES}
 
 if __name__ == "__main__":
-    os.environ["KERASDP_TEST_FOLDER"] = sys.argv[3]
-    printed(learn, *sys.argv[1:3])
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["KERASDP_TEST_FOLDER"] = folder
+        printed(learn, *sys.argv[1:3])

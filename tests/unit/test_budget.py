@@ -31,24 +31,6 @@ def lines_of_code(text):
     return len(used - docstrings)
 
 
-SOME_CODE = '''"""Has no code."""
-
-# why
-x = (
-    1,  # one
-)
-
-
-def f():
-    """Does."""
-    return x
-'''
-
-
-def test_lines_are_counted():
-    assert lines_of_code(SOME_CODE) == 5
-
-
 def test_choices_of_a_run():
     assert len(dataclasses.fields(Config)) <= CHOICES
 
