@@ -78,7 +78,6 @@ LOSSES = {
     "pairs": (OfPairs(), False),
     "along the rows": (losses.CosineSimilarity(axis=0), False),
     "dice": (losses.Dice(), False),
-    "tversky": (losses.Tversky(), False),
 }
 
 

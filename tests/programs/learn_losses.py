@@ -6,29 +6,20 @@ import numpy as np
 def binary(runner):
     """AUC, precision, recall, mean IoU and a loss that is a sum; dense, with a weight penalty and sample weights."""
     import keras
+    from keras import metrics
     from learn_classes import fitted
 
     random = np.random.RandomState(0)
     x, weights = random.randn(101, 8).astype("float32"), random.rand(101).astype("float32")
     y = (x.sum(-1, keepdims=True) + random.randn(101, 1) > 0).astype("float32")
+    penalties = {"kernel_regularizer": "l2", "activity_regularizer": keras.regularizers.L2(1e-3)}
     with runner.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Dense(
-                    16, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(1e-3)
-                ),
-                keras.layers.Dense(1, "sigmoid"),
-            ]
-        )
+        model = keras.Sequential([keras.layers.Dense(16, "tanh", **penalties), keras.layers.Dense(1, "sigmoid")])
+        counts = [metrics.Precision(name="precision"), metrics.Recall(name="recall"), metrics.BinaryIoU(name="iou")]
         model.compile(
             keras.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=1.0),
             keras.losses.BinaryCrossentropy(reduction="sum"),
-            metrics=[
-                keras.metrics.AUC(name="auc"),
-                keras.metrics.Precision(name="precision"),
-                keras.metrics.Recall(name="recall"),
-                keras.metrics.BinaryIoU(name="iou"),
-            ],
+            metrics=[metrics.AUC(name="auc"), *counts],
             weighted_metrics=["accuracy"],
         )
     # The last batch has one sample: fewer than devices.
