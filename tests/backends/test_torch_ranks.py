@@ -4,20 +4,15 @@ import os
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests import helpers
 
-pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
-
-
-@pytest.fixture(scope="module")
-def both():
-    return result_of(run(PROGRAMS / "torch_ranks.py", backend="torch"))
+pytestmark = pytest.mark.skipif("torch" not in helpers.BACKENDS, reason="only torch has a process a device")
 
 
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
-def results(both, request):
+def results(request):
     """What a rank has; a message may arrive on one and not on the other."""
-    return both[request.param]
+    return helpers.results("torch_ranks.py", "torch")[request.param]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16", "bool"])

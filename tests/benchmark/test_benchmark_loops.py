@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, run
+from tests.helpers import BACKENDS, ROOT, results
 
 pytestmark = pytest.mark.proof
 MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", "tagger", "unet", "efficientnet"]
@@ -22,9 +22,7 @@ MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", 
     ],
 )
 def test_loops_train_the_kits_models(backend, model):
-    done = run(PROGRAMS / "benchmark_loop.py", backend, model, backend=backend)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = results("benchmark_loop.py", backend, model)
     assert result["parameters"][0] == result["parameters"][1]
     assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-4)
     if (backend, model) != ("jax", "tagger"):  # Keras (3.15) on jax forgets the mask in metrics
