@@ -20,7 +20,6 @@ X, KINDS = NUMBERS.randint(0, 256, (36, 12, 12, 3)), NUMBERS.randint(0, 5, 36)
 WEIGHTS = NUMBERS.rand(36)
 
 
-@kerasdp.per_sample
 def squares(y, outputs):
     return ((y - outputs) ** 2)[:, 0]
 
@@ -93,7 +92,11 @@ def with_random_layers(runner, model, optimizer, loss):
     from learn_classes import MaximumLogit, fitted
 
     reduction = "sum" if loss == "sum" else "sum_over_batch_size"
-    own = {"squares": squares, "against_mean": against_mean, "sum": keras.losses.MeanSquaredError("sum")}
+    own = {
+        "squares": kerasdp.per_sample(squares),
+        "against_mean": against_mean,
+        "sum": keras.losses.MeanSquaredError("sum"),
+    }
     kind_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     with runner.scope():
         model.compile(
