@@ -4,8 +4,9 @@ import pytest
 
 from tests.helpers import PROGRAMS, result_of, run
 
+pytestmark = pytest.mark.proof
 
-@pytest.mark.proof
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_losses_are_the_same(backend, count):
     found = result_of(run(PROGRAMS / "deterministic.py", backend, count))
@@ -13,7 +14,6 @@ def test_the_losses_are_the_same(backend, count):
     assert found["True"] == found["False"]
 
 
-@pytest.mark.proof
 def test_what_has_no_deterministic_algorithm_is_refused():
     found = result_of(run(PROGRAMS / "deterministic.py", "torch", 1, "refused"))
     assert len(found["False"]) == 10

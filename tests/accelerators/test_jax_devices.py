@@ -1,10 +1,7 @@
 """How jax is started where there are GPUs, TPUs or several hosts."""
 
-import json
+import concurrent.futures
 import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +9,8 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices
 from tests.accelerators.driver import make_driver
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.hosts.together import free_port
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
 
@@ -23,14 +21,8 @@ int cuDeviceGetCount(int *count) { *count = 4; return 0; }
 """
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    """A folder with a driver that has four GPUs."""
-    return make_driver(tmp_path_factory.mktemp("driver"), DRIVER)
-
-
-def test_jax_sees_only_the_gpus_of_the_run(driver):
-    seen = result_of(run(PROGRAMS / "jax_devices.py", "limit", LD_LIBRARY_PATH=driver))
+def test_jax_sees_only_the_gpus_of_the_run():
+    seen = result_of(run(PROGRAMS / "jax_devices.py", "limit", backend="jax"))
     # This jax has no CUDA.
     assert seen.pop("devices").startswith("UserError: NVIDIA's driver has 4 GPUs, and jax sees none: pip install")
     assert seen == {
@@ -42,8 +34,10 @@ def test_jax_sees_only_the_gpus_of_the_run(driver):
 
 
 @pytest.mark.proof
-def test_gpus_that_an_earlier_run_left_out_need_a_new_process(driver):
-    seen = result_of(run(PROGRAMS / "jax_devices.py", "kept_for_the_cpu", LD_LIBRARY_PATH=driver))
+def test_gpus_that_an_earlier_run_left_out_need_a_new_process(tmp_path):
+    seen = result_of(
+        run(PROGRAMS / "jax_devices.py", "kept_for_the_cpu", LD_LIBRARY_PATH=make_driver(tmp_path, DRIVER))
+    )
     assert seen == [
         "1 virtual CPU device (as asked)", "AlreadyStartedError: JAX has already started with 0 of 4 GPUs",
     ]  # fmt: skip
@@ -56,7 +50,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        pytest.param("", DETERMINISTIC, marks=pytest.mark.proof),
+        ("", DETERMINISTIC),
         ("--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=true"),
     ],
 )
@@ -90,22 +84,13 @@ def test_a_run_on_tpus():
     }  # fmt: skip
 
 
+@pytest.mark.proof
 def test_processes_that_a_script_has_joined_are_those_of_the_run():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, str(PROGRAMS / "jax_devices.py"), "hosts"]
-    processes = [
-        subprocess.Popen(
-            [*command, number, port], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for number in ("0", "1")
-    ]  # fmt: skip
-    for number, process in enumerate(processes):
-        stdout, stderr = process.communicate(timeout=120)
-        found = json.loads(stdout.partition("RESULT ")[2])
-        assert found[:2] == ["jax.distributed.initialize", number], stderr
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(lambda rank: run(PROGRAMS / "jax_devices.py", "hosts", rank, port), range(2)))
+    for rank, found in enumerate(map(result_of, results)):
+        assert found[:2] == ["jax.distributed.initialize", rank]
         assert found[2].startswith("2 virtual CPU devices of 2 processes"), found
 
 

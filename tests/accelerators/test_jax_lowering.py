@@ -13,11 +13,10 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
-pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
+pytestmark = [pytest.mark.proof, pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")]
 
 DATA = {"model": "convnet", "strategy": "data", "optimizer": "adam"}
 TENSOR = {"model": "gpt", "strategy": "tensor"}
-QUICK = [DATA]
 MORE = [
     TENSOR,
     *({"model": name, "strategy": "data"} for name in ("mlp", "lenet", "resnet18", "gpt", "pooling", "lstm")),
@@ -33,27 +32,22 @@ COMPILERS = {"cuda": "jax_cuda13_plugin", "tpu": "libtpu"}
 
 
 @functools.cache
-def lowered(*cases, compiled_for=("cpu",)):
-    texts = [json.dumps(json.loads(case) | {"compile": list(compiled_for)}) for case in cases]
-    backend = None if len(compiled_for) > 1 else "jax"  # the wheels' plug-ins are found when jax is imported
-    extra = {} if backend else {"JAX_PLATFORMS": "cpu"}
-    return result_of(run(PROGRAMS / "lower_jax.py", *texts, backend=backend, timeout=1500, **extra))
+def _lowered(text, is_for_others):
+    options = {"JAX_PLATFORMS": "cpu"} if is_for_others else {"backend": "jax"}
+    (found,) = result_of(run(PROGRAMS / "lower_jax.py", text, timeout=1500, **options))
+    return found
+
+
+def lowered(case, *platforms):
+    """The programs of a case, compiled for CPUs and for these: their compilers are found when jax is imported."""
+    return _lowered(json.dumps(case | {"compile": ["cpu", *platforms]}), bool(platforms))
 
 
 def name_of(case):
     return "-".join(str(value) for value in case.values())
 
 
-def found_for(case, cases=QUICK, **options):
-    texts = [json.dumps(other) for other in cases]
-    return lowered(*texts, **options)[cases.index(case)]
-
-
-each = pytest.mark.parametrize("case", [*QUICK, *MORE], ids=name_of)
-
-
-def of(case):
-    return found_for(case) if case in QUICK else found_for(case, [case])
+each = pytest.mark.parametrize("case", [DATA, *MORE], ids=name_of)
 
 
 def platforms_of(found):
@@ -63,11 +57,10 @@ def platforms_of(found):
             yield program["name"], platform, facts
 
 
-@pytest.mark.proof
 @each
 def test_nothing_but_arithmetic_in_the_precision_that_was_asked_for(case):
     seen = collections.Counter()
-    for name, platform, facts in platforms_of(of(case)):
+    for name, platform, facts in platforms_of(lowered(case)):
         place = (name, platform)
         assert "f64" not in facts["types"], place
         assert set(facts["calls"]) <= KNOWN_CALLS, place
@@ -80,10 +73,9 @@ def test_nothing_but_arithmetic_in_the_precision_that_was_asked_for(case):
     assert set(seen) == {f"{kind} {kind}: HIGHEST HIGHEST"}
 
 
-@pytest.mark.proof
 @each
 def test_state_is_donated_and_split_as_planned(case):
-    found = of(case)
+    found = lowered(case)
     counts = found["model"]
     assert {"train_step"} <= {program["name"] for program in found["programs"]}
     for name, platform, facts in platforms_of(found):
@@ -122,7 +114,6 @@ def most_for_data(case, model):
     return {"all-reduce": model["gradients"] + 8 + 5 * 4 * channels, "all-gather": 0}
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     "case",
     [DATA, *(case for case in MORE
@@ -131,16 +122,15 @@ def most_for_data(case, model):
     ids=name_of,
 )  # fmt: skip
 def test_devices_send_the_gradients_and_little_else(case):
-    found = of(case)
+    found = lowered(case)
     sent, most = sent_by(found), most_for_data(case, found["model"])
     print(name_of(case), dict(sent), most)
     assert set(sent) <= {"all-reduce", "all-reduces", "all-gather", "all-gathers"}
     assert sent["all-reduce"] == most["all-reduce"] and sent["all-gather"] == most["all-gather"]
 
 
-@pytest.mark.proof
 def test_with_cut_weights_devices_send_activations():
-    found = of(TENSOR)
+    found = lowered(TENSOR)
     sent = sent_by(found)
     whole = sum(found["model"]["activations"])
     print(name_of(TENSOR), dict(sent), whole)
@@ -159,11 +149,10 @@ COMPILED = [
 ]  # fmt: skip
 
 
-@pytest.mark.proof
 @compilers
 @pytest.mark.parametrize("case", COMPILED, ids=name_of)
 def test_compilers_of_gpus_and_tpus_send_as_much(case, platform):
-    found = found_for(case, [case], compiled_for=("cpu", platform))
+    found = lowered(case, platform)
     here, there = sent_by(found), sent_by(found, platform)
     print(name_of(case), platform, dict(here), dict(there))
     if case["strategy"] == "data":
@@ -179,7 +168,6 @@ def test_compilers_of_gpus_and_tpus_send_as_much(case, platform):
         assert not any("callback" in call for call in step["algorithms"])
 
 
-@pytest.mark.proof
 @pytest.mark.skipif(importlib.util.find_spec(COMPILERS["cuda"]) is None, reason=f"{COMPILERS['cuda']} is not installed")
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_gpus_that_hold_parts_scatter_the_gradients(shard):
@@ -188,7 +176,7 @@ def test_gpus_that_hold_parts_scatter_the_gradients(shard):
     XLA's compilers for CPUs, and for TPUs where there is little (jaxlib 0.10.2), sum all, and take a part.
     """
     case = DATA | {"shard": shard}
-    found = found_for(case, [case], compiled_for=("cpu", "cuda"))
+    found = lowered(case, "cuda")
     sent, most = sent_by(found, "cuda"), most_for_data(case, found["model"])
     print(name_of(case), dict(sent), most)
     whole = most["all-reduce"] - sent["all-reduce"]  # bytes of what is cut
@@ -196,7 +184,6 @@ def test_gpus_that_hold_parts_scatter_the_gradients(shard):
     assert sent["all-gather"] - most["all-gather"] == (2 if shard == "weights" else 1) * whole
 
 
-@pytest.mark.proof
 @compilers
 def test_deterministic_steps_compile(platform):
     """Gradients of max pooling and of embeddings scatter, which XLA refuses where it has no deterministic way."""
@@ -207,7 +194,6 @@ def test_deterministic_steps_compile(platform):
     assert all(map(operator.gt, sent, [17_000, 17_000]))
 
 
-@pytest.mark.proof
 @compilers
 def test_attention_on_several_devices_compiles(platform):
     """Keras' kernel for TPUs would not: hence it is off there."""

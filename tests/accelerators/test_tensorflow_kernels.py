@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers import PROGRAMS, result_of, run
 
+pytestmark = pytest.mark.proof
 # What is left, and why.
 LEFT = {
     # The loss of float64, which is for telling round-off from mistakes.
@@ -23,7 +24,6 @@ def judged(count, *cases):
     return found
 
 
-@pytest.mark.proof
 def test_a_step_on_gpus_stays_on_the_device():
     """Two replicas, whose operations are not compiled, with all that has gone through the host before."""
     found = judged(2, "kept-several")
@@ -44,7 +44,6 @@ def test_a_step_on_gpus_stays_on_the_device():
     }
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(("count", "cases"), [(1, ONE), (2, TWO)])
 def test_all_steps_stay_on_the_device(count, cases):
     found = judged(count, *cases)
@@ -56,7 +55,6 @@ def test_all_steps_stay_on_the_device(count, cases):
         assert found[case]["num_roots"] >= 3
 
 
-@pytest.mark.proof
 def test_what_gpus_cannot_sum_goes_in_a_wider_type():
     """NCCL takes no bfloat16 from TensorFlow."""
     found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "collectives", backend="tensorflow"))
@@ -64,7 +62,6 @@ def test_what_gpus_cannot_sum_goes_in_a_wider_type():
                              "int64": "int64", "float64": "float64"}  # fmt: skip
 
 
-@pytest.mark.proof
 def test_what_is_not_deterministic_is_refused():
     """Operations without a deterministic kernel on GPUs are named before the first step."""
     found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "refused", backend="tensorflow"))
@@ -75,7 +72,6 @@ def test_what_is_not_deterministic_is_refused():
     assert "MaxPoolGrad" in found["compiled"] and "leave jit_compile out" in found["compiled"]
 
 
-@pytest.mark.proof
 def test_xla_is_told_to_be_deterministic(tmp_path):
     """Of each function that a run compiles, by the options that XLA writes down."""
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
@@ -85,7 +81,6 @@ def test_xla_is_told_to_be_deterministic(tmp_path):
     assert len(found["losses"]) == 3
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("model", ["lenet", "convnet"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_deterministic_kernels_teach_the_same(model, count):

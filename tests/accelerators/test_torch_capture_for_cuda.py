@@ -24,7 +24,7 @@ def why_not():
     return "" if shutil.which("g++") else "needs g++, to make a CUDA device that is none"
 
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.proof, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 SGD, CLIPPED = (f"sgd(learning_rate=0.01, momentum=0.9{more})" for more in ("", ", global_clipnorm=1.0"))
 MODELS = {
@@ -61,7 +61,6 @@ def quick():
     return dict(zip(QUICK, results, strict=True)), warnings
 
 
-@pytest.mark.proof
 def test_steps_are_the_devices_alone(quick):
     """Dropout, float16 with a loss that is scaled: no number is on the CPU, or read from there."""
     found, _ = quick
@@ -69,7 +68,6 @@ def test_steps_are_the_devices_alone(quick):
         assert_on_device(found[name])
 
 
-@pytest.mark.proof
 def test_steps_compute_what_they_do_on_the_cpu(quick):
     found, _ = quick
     (on_cpu,), _ = capture(QUICK["convnet"], device=["cpu"])
@@ -95,13 +93,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.proof
 def test_a_run_on_the_cpu_after_one_on_a_gpu():
     """Keras asks for its device once: the second run gets a process of its own."""
     assert result_of(run("-c", BOTH)) == [["gpu", "cuda:0"], ["cpu", "cpu"]]
 
 
-@pytest.mark.proof
 def test_what_stays_on_the_cpu_is_named(quick):
     """Random numbers, which the device would draw otherwise."""
     found, warnings = quick
@@ -111,7 +107,6 @@ def test_what_stays_on_the_cpu_is_named(quick):
     assert len(waiting) == 3 and all("waits for the CPU, for aten.rand" in line for line in waiting)
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_of_all_models(model):
     choices = [(optimizer, "float32") for optimizer in OPTIMIZERS]
@@ -130,7 +125,6 @@ def test_steps_of_all_models(model):
 NETS = ("transformer", "attention", "lstm", "gru", "bidirectional", "masked_lstm", "tables", "unet", "mobile")
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_steps_of_many_kinds_of_layers(num_devices):
     """On 8 ranks with 12 rows, of which two ranks have none; on one rank of them."""
@@ -144,7 +138,6 @@ def test_steps_of_many_kinds_of_layers(num_devices):
         assert_on_device(found)
 
 
-@pytest.mark.proof
 def test_recurrence_by_cudnn_is_named():
     """No graph can hold its kernel; it is faster than the steps that a graph would hold."""
     results, warnings = capture(*({"net": net, "cudnn": True} for net in ("lstm", "gru")))
@@ -154,7 +147,6 @@ def test_recurrence_by_cudnn_is_named():
     assert all(found["test"]["nodes"] > 10 for found in results)  # without gradients a graph holds it
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("batch_norm", ["sync", "replica"])
 def test_steps_of_several_ranks(batch_norm):
     """With the collectives among the operations, and rows that do not divide."""

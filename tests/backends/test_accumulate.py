@@ -3,10 +3,9 @@
 import json
 import re
 
-import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_alike, result_of, run
 
 
 def trained(backend, cases):
@@ -18,25 +17,20 @@ def trained(backend, cases):
         groups = [[place for place in order if counts[place] == count] for count in sorted(set(counts))]
     results = {}
     for places in groups:
-        given = json.dumps([{"backend": backend} | cases[place] for place in places])
+        given = json.dumps([{"backend": backend, "precision": "float64"} | cases[place] for place in places])
         # With --compile=on a graph of three micro-batches takes minutes to compile.
-        done = run(PROGRAMS / "accumulate.py", given, backend=backend, OMP_NUM_THREADS="1", timeout=900)
+        done = run(PROGRAMS / "small_nets.py", given, backend=backend, OMP_NUM_THREADS="1", timeout=900)
         results |= dict(zip(places, result_of(done), strict=True))
     return [results[place] for place in range(len(cases))]
 
 
-def assert_alike(received, expected, case, tolerance=1e-12):
+def assert_taught_alike(received, expected, case, tolerance=1e-12):
     """In float64 nothing but the last bits differs."""
     assert isinstance(received, dict), received
-    for name in ("losses", "outputs"):
-        np.testing.assert_allclose(
-            received.get(name, 0), expected.get(name, 0), rtol=tolerance, err_msg=f"{name}, {case}"
-        )
-    for own, other in zip(received["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=tolerance, err_msg=str(case))
-    assert received.get("evaluate", 0) == pytest.approx(expected.get("evaluate", 0), rel=tolerance)
-    for name, values in expected.get("history", {}).items():
-        assert received["history"][name] == pytest.approx(values, rel=tolerance), (name, case)
+    assert received.keys() == expected.keys()
+    assert_alike(received["weights"], expected["weights"], rtol=0, atol=tolerance, name=str(case))
+    for name in expected.keys() - {"weights"}:
+        assert_alike(received[name], expected[name], rtol=tolerance, atol=0, name=f"{name}, {case}")
 
 
 @all_but("jax", "tensorflow")
@@ -51,7 +45,7 @@ def test_it_learns_as_with_the_whole_batch(backend):
     ]
     *results, refused, also_refused, whole = trained(backend, cases)
     for received, case in zip(results, cases, strict=False):
-        assert_alike(received, whole, case)
+        assert_taught_alike(received, whole, case)
     for loss, error in (("dice", refused), ("against_mean", also_refused)):
         assert re.fullmatch(
             rf"the loss {loss} of functional_?\d* needs the whole batch at once; leave out accumulate, or, where .*",
@@ -70,21 +64,22 @@ def test_a_sum_and_a_last_micro_batch_with_fewer_rows_than_devices(backend):
     cases += [{"net": "subclassed", "accumulate": 3}, {"net": "subclassed"}]
     whole, one, two, whole_sum, one_sum, two_sum, own, own_whole = trained(backend, cases)
     for received in (one, two):
-        assert_alike(received, whole, "mean")
+        assert_taught_alike(received, whole, "mean")
     for received in (one_sum, two_sum):
-        assert_alike(received, whole_sum, "sum")
-    assert_alike(own, own_whole, "subclassed")
+        assert_taught_alike(received, whole_sum, "sum")
+    assert_taught_alike(own, own_whole, "subclassed")
 
 
-@all_but("torch", "tensorflow")
+@all_but("jax", "tensorflow")
 def test_batch_norm_takes_its_statistics_from_micro_batches(backend):
     """Of 4 rows each: on one device, on two, and in a loop by hand."""
-    cases = [{"net": "norms", "accumulate": 4, "num_devices": 2}, {"net": "norms", "accumulate": 4}, {"net": "by_hand"}]
+    cases = [{"net": "norms", "accumulate": 4, "num_devices": 2}, {"net": "norms", "accumulate": 4}]
+    cases.append({"net": "norms", "by_hand": True})
     two, one, by_hand = trained(backend, cases)
     # The loop calls plain TensorFlow's gelu (2.21), which is off by 5e-9 in float64.
     tolerance = 1e-7 if backend == "tensorflow" else 1e-12
-    assert_alike(one, by_hand, "one device", tolerance)
-    assert_alike(two, one, "two devices")
+    assert_taught_alike(one, by_hand, "one device", tolerance)
+    assert_taught_alike(two, one, "two devices")
 
 
 OTHERS = {
@@ -101,4 +96,4 @@ def test_with_what_else_saves_memory_or_time(backend):
     cases = [{"net": "random", "accumulate": 3} | case for case in OTHERS[backend]]
     *results, whole = trained(backend, [*cases, {"net": "random"}])
     for received, case in zip(results, cases, strict=True):
-        assert_alike(received, whole, case)
+        assert_taught_alike(received, whole, case)

@@ -152,8 +152,9 @@ def together_by_tensorflow(parts, upstream, num_rows):
     return run
 
 
+@pytest.mark.short("num_rows1-together_by_torch", "num_rows2-together_by_torch")
 @pytest.mark.parametrize("start", [together_by_torch, together_by_tensorflow])
-@pytest.mark.parametrize("num_rows", [pytest.param((None,) * 3, marks=pytest.mark.proof), (2, 2, 1), (2, 2, 0)])
+@pytest.mark.parametrize("num_rows", [(None,) * 3, (2, 2, 1), (2, 2, 0)])
 def test_replicas_have_the_statistics_and_gradients_of_the_whole(start, num_rows):
     """Also where the last ones hold padding, which has numbers, but no gradient."""
     torch = pytest.importorskip("torch")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_alike, assert_same, result_of, run
 
 pytestmark = [
     pytest.mark.skipif("jax" not in BACKENDS, reason="tensor parallelism is there for jax only"), pytest.mark.proof,
@@ -22,10 +22,7 @@ def test_learns_as_on_one_device(results, case):
     expected, received = (results[strategy][case]["numbers"] for strategy in ("data", "tensor"))
     assert len(received["losses"]) == 9
     assert expected.keys() == received.keys()
-    for name in expected.keys() - {"weights"}:
-        assert_same(expected[name], received[name], 1e-5)
-    for one, other in zip(expected["weights"], received["weights"], strict=True):
-        assert_same(one, other, 1e-5)
+    assert_alike(received, expected, rtol=0, atol=1e-5)
 
 
 @each_case

@@ -1,11 +1,9 @@
 """The promise: one device or many, on any backend, a model learns the same."""
 
-import functools
-
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, each_way, result_of, results, run
 
 PARTS = ("lenet", "binary", "masked_tokens", "batch_norm", "round_off", "random_layers", "callbacks",
          "two_heads", "float8")  # fmt: skip
@@ -13,44 +11,25 @@ PARTS = ("lenet", "binary", "masked_tokens", "batch_norm", "round_off", "random_
 # with a few parts. All else is a part of the slow proofs.
 OF_OTHERS = {"torch": PARTS[:-2], "jax": ("lenet", "batch_norm", "round_off"), "tensorflow": ("lenet", "round_off")}
 IN_SHORT = {(BACKENDS[0], 1): PARTS[:-2]} | {(backend, 2): OF_OTHERS[backend] for backend in BACKENDS}
-WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
 
 
 def in_each_way(*parts):
-    """Backends and device counts, and the part of the program where there are several."""
-    ways = [
-        pytest.param(
-            way, part, marks=[] if part in IN_SHORT.get(way, ()) else pytest.mark.proof, id=f"{part}-{way[0]}-{way[1]}"
-        )
-        for part in parts
-        for way in WAYS
-    ]
-    return pytest.mark.parametrize(("way", "part"), ways)
+    return each_way(parts, lambda backend, count, part: part in IN_SHORT.get((backend, count), ()))
 
 
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory):
+def learned(backend, count, part):
     """What a part gave in a way. The parts that are tested in short run in one process, the others in another."""
-
-    @functools.cache
-    def run_parts(way, parts):
-        folder = tmp_path_factory.mktemp(f"{way[0]}-{way[1]}")
-        return result_of(run(PROGRAMS / "learn.py", *way, folder, *parts, backend=way[0]))
-
-    def get(way, part):
-        usual = IN_SHORT.get(way, PARTS)
-        return run_parts(way, usual if part in usual else tuple(other for other in PARTS if other not in usual))[part]
-
-    return get
+    usual = IN_SHORT.get((backend, count), PARTS)
+    parts = usual if part in usual else [other for other in PARTS if other not in usual]
+    return results("learn.py", backend, count, *parts)[part]
 
 
 @pytest.fixture
-def pair(way, part, learned):
+def pair(backend, count, case):
     """A part in each way beside the first backend on one device."""
-    return learned((BACKENDS[0], 1), part), learned(way, part)
+    return learned(BACKENDS[0], 1, case), learned(backend, count, case)
 
 
-@pytest.mark.short("lenet-torch-2", "lenet-jax-2")
 @in_each_way("lenet")
 def test_initial_weights_are_bit_equal(pair):
     expected, received = (result["initial"] for result in pair)
@@ -67,8 +46,8 @@ def test_lenet(pair, result):
 
 
 @in_each_way("lenet")
-def test_predictions_are_those_of_the_plain_model(learned, way, part):
-    result = learned(way, part)
+def test_predictions_are_those_of_the_plain_model(pair):
+    _, result = pair
     assert len(result["predictions"]) == 360
     assert_same(result["alone"], result["predictions"], 1e-5)
 
@@ -85,10 +64,10 @@ def test_synchronized_batch_norm(pair):
     assert_same(expected, received, 2e-5)
 
 
-def test_batch_norm_of_many_numbers(learned):
+def test_batch_norm_of_many_numbers():
     """TensorFlow's own sums would be wrong by 3e-4."""
     for backend in BACKENDS:
-        assert learned((backend, 2), "round_off") < 1e-5
+        assert learned(backend, 2, "round_off") < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -98,14 +77,14 @@ def test_batch_norm_of_many_numbers(learned):
         *(pytest.param(count, BACKENDS, marks=pytest.mark.proof) for count in (1, 2, 4)),
     ],
 )
-def test_replica_batch_norm_is_the_same_on_all_backends(learned, count, names):
-    expected, *others = (learned((backend, count), "batch_norm")["replica"] for backend in names)
+def test_replica_batch_norm_is_the_same_on_all_backends(count, names):
+    expected, *others = (learned(backend, count, "batch_norm")["replica"] for backend in names)
     for received in others:
         assert_same(expected, received, 2e-5)
 
 
-def test_replica_batch_norm_differs_from_synchronized(learned):
-    parts = learned((BACKENDS[0], 2), "batch_norm")
+def test_replica_batch_norm_differs_from_synchronized():
+    parts = learned(BACKENDS[0], 2, "batch_norm")
     assert np.abs(np.subtract(parts["sync"]["losses"], parts["replica"]["losses"])).max() > 1e-3
 
 
@@ -129,7 +108,7 @@ def test_dropout_masks_are_bit_equal(pair):
 @in_each_way("callbacks")
 def test_callbacks_decide_the_same_and_write_once(pair):
     expected, received = pair
-    assert received["files"] == expected["files"] == ["best.keras", "log.csv"]
+    assert received["files"] == expected["files"] == ["best.weights.h5", "log.csv"]
     assert received["rows"] == expected["rows"]
     assert_same(expected["history"], received["history"], 1e-5)
     assert received["rate"] == expected["rate"]

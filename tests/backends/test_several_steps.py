@@ -1,9 +1,10 @@
 """Keras' `steps_per_execution`: several steps a call, each with its own line, and nothing learned otherwise."""
 
-import numpy as np
+import json
+
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, assert_alike, files_of_run, result_of, train_resumable
 
 CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 2)]
 
@@ -11,21 +12,24 @@ CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 
 @pytest.mark.proof
 @pytest.mark.parametrize(("name", "count"), CASES)
 def test_several_steps_a_call_learn_the_same(name, count, tmp_path):
-    """24 steps in 3 epochs, the last batch of each smaller; also 10 of them, and the rest resumed."""
+    """40 steps in 4 epochs, the last batch of each smaller; also 15 of them, and the rest resumed."""
 
-    def train(steps, end, folder):
-        return result_of(run(PROGRAMS / "several_steps.py", name, count, steps, end, tmp_path / folder, backend=name))
+    def train(steps, folder, **more):
+        choices = {"precision": "float64", "checkpoint_every": "3", "keep": 100, "resume": True} | more
+        result = result_of(train_resumable(tmp_path / folder, name, count, steps_per_execution=steps, **choices))
+        lines = [json.loads(line) for line in (tmp_path / folder / "steps.jsonl").read_text().splitlines()]
+        assert min(line["images_per_second"] for line in lines) > 0
+        return result | {"weights": 0, "rates": [line["learning_rate"] for line in lines]}
 
-    single, several = train(1, 0, "single"), train(3, 0, "several")
-    stopped = train(3, 10, "resumed")  # ends within what would be a call
-    assert stopped["steps"] == list(range(1, 11))
-    for other in (several, train(3, 0, "resumed")):
-        assert other["steps"] == single["steps"] == list(range(1, 25))
-        assert min(other["speeds"] + single["speeds"]) > 0
-        np.testing.assert_allclose(other["losses"], single["losses"], rtol=2e-5)
-        np.testing.assert_allclose(other["rates"], single["rates"], rtol=1e-6)
-        np.testing.assert_allclose(other["history"], single["history"], rtol=2e-5)
-        np.testing.assert_allclose(other["outputs"], single["outputs"], atol=2e-5)
-    # Between calls: behind 3, 6 and 8 steps of each epoch. Which is due while one is being written is left out.
-    numbers = {int(entry[5:13]) for entry in several["checkpoints"] if entry.startswith("step-")}
-    assert {8, 16, 24} <= numbers <= {3, 6, 8, 11, 14, 16, 19, 22, 24}
+    single, several = train(1, "single"), train(3, "several")
+    assert len(train(3, "resumed", max_steps=15)["rates"]) == 15  # ends within what would be a call
+    resumed = train(3, "resumed")
+    for folder, other in (("several", several), ("resumed", resumed)):
+        assert_alike(other, single, rtol=1e-9, atol=1e-12)
+        for received, expected in zip(files_of_run(tmp_path / folder), files_of_run(tmp_path / "single"), strict=True):
+            assert_alike(received, expected, rtol=1e-9, atol=1e-12)
+    # Between calls: after 3, 6, 9 and 10 steps of each epoch. Which is due while one is being written is left out.
+    names = [path.name for path in (tmp_path / "several" / "checkpoints").iterdir()]
+    numbers = {int(entry[5:13]) for entry in names if entry.startswith("step-")}
+    ends = {10 * epoch + step for epoch in range(4) for step in (3, 6, 9, 10)}
+    assert {10, 20, 30, 40} <= numbers <= ends

@@ -15,8 +15,6 @@ SHARDS = {
     "torch": ("optimizer", "weights", "weights+compile=on"),
 }
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
-# Where `tied` is in the default suite; all else is a proof.
-USUAL = (("jax", "weights", 2), ("torch", "weights", 2))
 
 
 def cases_of(backend, shard):
@@ -29,15 +27,15 @@ def outcome(backend, num_devices, shard, case):
     return results("sharded.py", backend, num_devices, shard, *together)[case]
 
 
+@pytest.mark.short("torch-weights-2-tied")
 @pytest.mark.parametrize(
     ("backend", "shard", "num_devices", "case"),
     [
-        pytest.param(*way, case, marks=[pytest.mark.proof] * ((*way, case) not in [(*each, "tied") for each in USUAL]))
+        (backend, what, num, case)
         for backend in CASES
         if backend in BACKENDS
         for what in SHARDS[backend]
         for num in (2, 4)
-        for way in [(backend, what, num)]
         for case in cases_of(backend, what)
     ],
 )

@@ -27,22 +27,6 @@ def test_channels_stay_last_behind_images_with_one_channel(channels):
         assert graph(images, kernel)[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_messages_are_numbered():
-    torch = pytest.importorskip("torch")
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from kerasdp.backends.torch.graph_passes import number_messages
-
-    def step(x):
-        gather = torch.ops.kerasdp.gather
-        return gather(x, 0, 2), gather(x + 1, 0, 2), gather(x.sum(), 0, 2)
-
-    graph = make_fx(step, tracing_mode="fake")(torch.ones(3)).graph
-    number_messages(graph)
-    found = graph.find_nodes(op="call_function", target=torch.ops.kerasdp.gather.default)
-    assert [node.args[1:] for node in found] == [(0, 2), (1, 2), (2, 2)]
-
-
 def test_numbers_become_part_of_the_kernels():
     """Of each type, exactly; also one that is changed in place. What is read but not made in the step stays."""
     torch = pytest.importorskip("torch")

@@ -4,20 +4,15 @@ import os
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests import helpers
 
-pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
-
-
-@pytest.fixture(scope="module")
-def both():
-    return result_of(run(PROGRAMS / "torch_ranks.py", backend="torch"))
+pytestmark = pytest.mark.skipif("torch" not in helpers.BACKENDS, reason="only torch has a process a device")
 
 
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
-def results(both, request):
+def results(request):
     """What a rank has; a message may arrive on one and not on the other."""
-    return both[request.param]
+    return helpers.results("torch_ranks.py", "torch")[request.param]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16", "bool"])
@@ -45,13 +40,6 @@ def test_gradients_are_averaged(results, case):
 def test_nothing_is_taken_from_a_program_that_does_not_know_the_key(results):
     size, text = results["keys"]
     assert size == 2 and text.startswith("another program has connected to rank ")
-
-
-def test_statistics_have_a_group_of_their_own_on_gpus(results):
-    """So that they do not come after the gradients; the losses are the same."""
-    (losses, *others), (same_losses, *own) = results["statistics"]
-    assert others == [1, True, False] and own == [1, True, True]
-    assert losses == same_losses
 
 
 def test_values_are_handed_out_as_they_were_when_given(results):

@@ -74,17 +74,13 @@ def test_model_flops_utilization():
     [
         ("NVIDIA H100 80GB HBM3", 67e12, 989e12),
         ("NVIDIA H100 PCIe", 51e12, 756e12),
-        ("NVIDIA A100-SXM4-40GB", 19.5e12, 312e12),
         ("NVIDIA A10G", 31.5e12, 70e12),
         ("NVIDIA A10", 31.2e12, 125e12),
         ("Tesla T4", 8.1e12, None),
-        ("NVIDIA GeForce RTX 4090", 82.6e12, 165.2e12),
         ("TPU v5 lite", None, 197e12),
         # Others that have a known name within theirs.
         ("NVIDIA RTX A1000 Laptop GPU", None, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
-        ("NVIDIA H20", None, None),
         ("cpu", None, None),
     ],
 )

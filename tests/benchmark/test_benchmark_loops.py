@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, run
+from tests.helpers import BACKENDS, ROOT, results
 
+pytestmark = pytest.mark.proof
 MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", "tagger", "unet", "efficientnet"]
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
@@ -22,19 +22,17 @@ MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", 
     ],
 )
 def test_loops_train_the_kits_models(backend, model):
-    done = run(PROGRAMS / "benchmark_loop.py", backend, model, backend=backend)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = results("benchmark_loop.py", backend, model)
     assert result["parameters"][0] == result["parameters"][1]
     assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-4)
     if (backend, model) != ("jax", "tagger"):  # Keras (3.15) on jax forgets the mask in metrics
         assert result["accuracy"][0] == pytest.approx(result["accuracy"][1], abs=1e-6)
 
 
-def started(program, *flags):
-    """What a contender says of itself before it is asked for repetitions."""
-    words = [sys.executable, str(ROOT / "benchmarks" / program), "--devices=2", "--device=cpu", "--traffic", *flags]
-    done = subprocess.run(words, input="", capture_output=True, text=True, timeout=600, cwd=ROOT)
+def started(program, *flags, repetitions=""):
+    """What a contender says of itself before it is asked for repetitions, or at the end of the last one."""
+    words = [sys.executable, str(ROOT / "benchmarks" / program), "--devices=2", "--device=cpu", *flags]
+    done = subprocess.run(words, input=repetitions, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -43,25 +41,20 @@ def started(program, *flags):
 WITH_LARGE_OUTPUTS = ["--model=gpt --vocabulary=2000 --batch_size=32", "--model=segmentation --batch_size=8"]
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("flags", WITH_LARGE_OUTPUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_devices_send_the_gradients_and_no_outputs(backend, flags):
-    loop = started(f"{backend}_loop.py", *flags.split())
-    kit = started("kit_loop.py", f"--backend={backend}", "--compile=off", *flags.split())
+    loop = started(f"{backend}_loop.py", "--traffic", *flags.split())
+    kit = started("kit_loop.py", f"--backend={backend}", "--compile=off", "--traffic", *flags.split())
     assert kit["parameters"] == loop["parameters"]
     least = 4 * kit["parameters"]
     for program in (loop, kit):
         assert least <= program["bytes_a_step"] <= 1.01 * least
 
 
-@pytest.mark.proof
 def test_memory_of_compiling_is_given_back():
     """Of which XLA, for the update, leaves 170 MiB: without giving it back, this is 420 MiB; with it 260."""
-    words = [sys.executable, str(ROOT / "benchmarks" / "kit_loop.py"), "--backend=tensorflow", "--devices=2"]
-    words += ["--device=cpu", "--model=gpt", "--vocabulary=2000", "--batch_size=32", "--steps=5"]
-    done = subprocess.run(words, input="\n", capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    grown = json.loads(done.stdout.splitlines()[-1])["growth_bytes"] / 2**20
+    flags = ("--backend=tensorflow", *WITH_LARGE_OUTPUTS[0].split(), "--steps=5")
+    grown = started("kit_loop.py", *flags, repetitions="\n")["growth_bytes"] / 2**20
     print(f"{grown:.0f} MiB")
     assert grown < 340

@@ -98,21 +98,14 @@ def line_of(layer):
     if is_conv:
         assert layer.strides[0] == layer.strides[1] and layer.dilation_rate == (1, 1) and layer.groups == 1
     shape = "x".join(map(str, layer.output.shape[1:]))
-    return [
-        layer.name,
-        kernel,
-        strides,
-        str(layer.filters if is_conv else layer.units),
-        shape,
-        str(layer.count_params()),
-    ]
+    size = layer.filters if is_conv else layer.units
+    return [layer.name, kernel, strides, str(size), shape, str(layer.count_params())]
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_layers_with_kernels(name, models):
-    found = [
-        line_of(each) for each in models[name].layers if isinstance(each, (keras.layers.Conv2D, keras.layers.Dense))
-    ]
+    kinds = keras.layers.Conv2D, keras.layers.Dense
+    found = [line_of(each) for each in models[name].layers if isinstance(each, kinds)]
     expected = [line.split() for line in TABLES[name][0].strip().splitlines()]
     # The shortcut is beside the convolutions of its block: its place in Keras' list says nothing.
     assert sorted(found) == sorted(expected)

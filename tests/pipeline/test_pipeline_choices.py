@@ -27,12 +27,6 @@ def test_a_wrong_choice_is_one_line(changes, words):
     assert "\n" not in str(caught.value)
 
 
-def test_replicas():
-    assert Config().num_replicas(4) == 4
-    assert Config(strategy="tensor").num_replicas(4) == 1
-    assert pipeline().num_replicas(4) == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "num_devices"),
     [

@@ -1,11 +1,9 @@
 """`kerasdp.value_and_grad` gives the same on each backend; `portable_step` lets Keras alone train with it."""
 
-import functools
-
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, results
 
 WORDS = (
     "expected <lambda> to return a scalar, as keras.ops.mean(...). Received: shape (5, 1)",
@@ -16,14 +14,9 @@ WORDS = (
 )
 
 
-@functools.cache
-def found(backend):
-    return result_of(run(PROGRAMS / "gradients.py", backend=backend))
-
-
 @pytest.mark.short("torch")
 def test_gradients(backend):
-    received, expected = found(backend), found(BACKENDS[0])
+    received, expected = (results("gradients.py", name) for name in (backend, BACKENDS[0]))
     for name, values in expected.items():
         if name != "errors":
             own = received[name]
@@ -38,8 +31,7 @@ def test_gradients(backend):
 @pytest.mark.short("torch")
 def test_keras_alone_trains_a_portable_step(backend):
     """On jax the decorator finds what Keras would forget."""
-    received = result_of(run(PROGRAMS / "portable_step.py", backend=backend))
-    expected = result_of(run(PROGRAMS / "portable_step.py", backend=BACKENDS[0]))
+    received, expected = (results("portable_step.py", name) for name in (backend, BACKENDS[0]))
     np.testing.assert_allclose(received["losses"], expected["losses"], rtol=1e-5)
     np.testing.assert_allclose(received["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5)
     assert received["losses"][-1] < 0.6 * received["losses"][0] and received["steps"] == 16

@@ -1,7 +1,5 @@
 """Every layer's weights are those of plain Keras in kind, and bit-equal on all backends, whatever was made before."""
 
-import functools
-
 import pytest
 
 from tests import helpers
@@ -16,18 +14,12 @@ STANDARD_ERRORS = 5
 MOST_BEYOND = 30  # by chance: one in 2**30
 
 
-@functools.cache
-def made(backend, *compare):
-    program = helpers.PROGRAMS / "layer_weights.py"
-    return helpers.result_of(helpers.run(program, backend, *compare, backend=backend))
-
-
 def compared():
-    return made(helpers.BACKENDS[0], "compare")
+    return helpers.results("layer_weights.py", helpers.BACKENDS[0], "compare")
 
 
-def others(names=helpers.BACKENDS[1:]):
-    return [made(backend) for backend in names]
+def others(names):
+    return [helpers.results("layer_weights.py", backend) for backend in names]
 
 
 def judge(name, weights):
@@ -67,7 +59,7 @@ each_way = pytest.mark.parametrize("names", [helpers.BACKENDS[2:], helpers.BACKE
 @pytest.mark.parametrize("name", keras_layers.LAYERS)
 def test_weights_are_bit_equal_on_all_backends(name, names):
     expected = compared()["layers"][name]
-    for found in others(names=names):
+    for found in others(names):
         received = found["layers"][name]
         assert [weight["is"] for weight in received] == [weight["is"] for weight in expected]
         if name not in NOT_BIT_EQUAL:
@@ -76,7 +68,7 @@ def test_weights_are_bit_equal_on_all_backends(name, names):
 
 @each_way
 def test_models_are_bit_equal_however_they_are_built(names):
-    results = [found["models"] for found in (compared(), *others(names=names))]
+    results = [found["models"] for found in (compared(), *others(names))]
     expected = results[0]["called"]
     assert len(expected) > 20
     for result in results:

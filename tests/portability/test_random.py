@@ -88,6 +88,7 @@ def test_each_replica_draws_its_own_rows():
         np.testing.assert_array_equal(numbers(random_numbers.bits((2, 3, 5), 1)), whole[:2])
 
 
+@pytest.mark.proof  # TensorFlow takes seconds to import
 def test_augmentations_in_tf_data_draw_as_in_keras():
     """In a graph of TensorFlow's, on each backend: by the seed that the layer has, or was given by the run."""
     tf = pytest.importorskip("tensorflow")

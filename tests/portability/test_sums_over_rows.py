@@ -10,13 +10,10 @@ import kerasdp
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import output_losses
 from kerasdp.portability.global_batch import BY_ROWS, adds_up, is_by_rows, shares_of
-from tests.portability.test_global_batch import Identity
+from tests.portability import test_global_batch
+from tests.portability.test_global_batch import NUMBERS, ONE_HOT, OUTPUTS, ROWS, Identity, Largest, declared, per_row
 
-ROWS = 12
-NUMBERS = np.random.RandomState(0)
-OUTPUTS = NUMBERS.uniform(0.05, 0.95, (ROWS, 3)).astype("float32")
-CLASSES = NUMBERS.randint(0, 3, (ROWS, 1))
-ONE_HOT = np.eye(3, dtype="float32")[CLASSES[:, 0]]
+CLASSES = test_global_batch.CLASSES[:, None]
 PARTS = (slice(0, 5), slice(5, 6), slice(6, ROWS))
 
 
@@ -51,10 +48,6 @@ def test_losses_of_keras_are_by_rows(function):
     np.testing.assert_allclose(np.concatenate([values(part) for part in PARTS]), whole, rtol=1e-5, atol=1e-6)
 
 
-def per_row(y, outputs):
-    return ops.sum(ops.abs(y - outputs) ** 1.5, axis=-1)
-
-
 def masked_mean(y, outputs):
     """A number for each row, which depends on how many rows count."""
     counts = ops.cast(y[:, 0] > 0, outputs.dtype)
@@ -67,11 +60,6 @@ class OfPairs(losses.Loss):
 
 
 @kerasdp.per_sample
-def declared(y, outputs):
-    return per_row(y, outputs)
-
-
-@kerasdp.per_sample
 class Declared(losses.Loss):
     def call(self, y, outputs):
         return per_row(y, outputs)
@@ -80,6 +68,8 @@ class Declared(losses.Loss):
 LOSSES = {
     "of Keras": ("categorical_crossentropy", True),
     "ctc": (losses.CTC(), True),
+    "sum": (losses.MeanSquaredError(reduction="sum"), True),
+    "without weights": (losses.MeanSquaredError(reduction="mean_with_sample_weight"), True),
     "declared function": (declared, True),
     "declared class": (Declared(), True),
     "not declared": (per_row, False),
@@ -88,7 +78,6 @@ LOSSES = {
     "pairs": (OfPairs(), False),
     "along the rows": (losses.CosineSimilarity(axis=0), False),
     "dice": (losses.Dice(), False),
-    "tversky": (losses.Tversky(), False),
 }
 
 
@@ -112,11 +101,17 @@ def test_what_is_known_of_losses(name):
         shares(model)
 
 
-def test_the_mean_of_what_is_left_is_no_sum_over_micro_batches():
-    """Each has another number of samples that count."""
-    model = model_with(losses.SparseCategoricalCrossentropy(ignore_class=0), CLASSES)
-    with pytest.raises(UserError, match="needs the whole batch at once; leave it out"):
-        shares(model)
+@pytest.mark.parametrize(
+    ("loss", "is_weighted", "words"),
+    [
+        (losses.SparseCategoricalCrossentropy(ignore_class=0), False, "the loss sparse_categorical_crossentropy of"),
+        (losses.MeanSquaredError(reduction="mean_with_sample_weight"), True, "reduced by mean_with_sample_weight"),
+    ],
+)
+def test_the_mean_of_what_counts_is_no_sum_over_micro_batches(loss, is_weighted, words):
+    """Each has another number of samples that count, or other weights."""
+    with pytest.raises(UserError, match=f"{words}.* needs the whole batch at once; leave it out"):
+        shares(model_with(loss, CLASSES), is_weighted)
 
 
 OPTIONS = {
@@ -160,18 +155,6 @@ def test_metrics_of_keras_add_up(name):
         np.testing.assert_allclose(sum(received), expected, atol=1e-5 * max(np.abs(expected).max(initial=0), 1))
     for expected, received in zip(whole, changes(slice(None), 97.0), strict=True):  # 0 may stay 0
         np.testing.assert_allclose(received, expected, atol=1e-4 * max(np.abs(expected).max(initial=0), 1))
-
-
-class Largest(metrics.Metric):
-    def __init__(self, dtype="float32"):
-        super().__init__()
-        self.value = self.add_variable((), "zeros", dtype)
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.value.assign(ops.cast(ops.maximum(ops.cast(self.value, "float32"), ops.max(y_pred)), self.value.dtype))
-
-    def result(self):
-        return ops.cast(self.value, "float32")
 
 
 @pytest.mark.parametrize(

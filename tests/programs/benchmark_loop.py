@@ -1,4 +1,4 @@
-"""Some steps of a loop of benchmarks/, and of Keras with the same weights: parameters and losses of both, in JSON."""
+"""Some steps of a loop of benchmarks/, and of Keras with the same weights: parameters and losses of both."""
 
 import argparse
 import json
@@ -164,7 +164,7 @@ def main():
     found = {
         kind: [[float(logs.get(kind, 0)) for logs in side] for side in (theirs, ours)] for kind in ("loss", "accuracy")
     }
-    print(json.dumps({"parameters": [int(loop.num_parameters), parameters]} | found))
+    print("RESULT", json.dumps({"parameters": [int(loop.num_parameters), parameters]} | found))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ kerasdp.Config, and
     runs: whether the captured steps run, operation by operation, or give zeros
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -79,7 +80,7 @@ def on_the_cpu(kind):
 def train(image, runs, layer, net, rows, found, runner):
     """A few steps of each kind; losses, outputs, and in `found` what the steps hold."""
     import keras
-    from learn_classes import StepLosses
+    from learn_classes import fitted
 
     numbers = np.random.RandomState(0)
     x = numbers.randint(0, 256, (NUM_STEPS * rows, *image)).astype("uint8")
@@ -93,44 +94,33 @@ def train(image, runs, layer, net, rows, found, runner):
             model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
-    losses = StepLosses(runner)
     with watched(found, runs):
-        runner.fit(model, x, y, batch_size=rows, callbacks=[losses])
+        losses, _ = fitted(runner, model, x, y, batch_size=rows)
         evaluated = runner.evaluate(model, x, y, batch_size=rows)
         outputs = runner.predict(model, x, batch_size=rows)
-    return {"losses": losses.values, "evaluated": evaluated, "outputs": outputs.tolist()} if runs else {}
+    return {"losses": losses, "evaluated": evaluated, "outputs": outputs.tolist()} if runs else {}
 
 
-class watched:  # noqa: N801
-    """Looks at the steps that are captured, instead of compiling them."""
+@contextlib.contextmanager
+def watched(found, runs):
+    """The context in which the steps that are captured are looked at, instead of compiled."""
+    from kerasdp.backends.torch.compiled_step import CompiledStep
+    from kerasdp.keras_compat.patches import replaced, wrapped
 
-    def __init__(self, found, runs):
-        from kerasdp.backends.torch import compiled_step
+    def capture(captured, graphs, *args):
+        graph = captured(graphs, *args)
+        found[graphs.name] = counts(graph)
+        return graph
 
-        self.places = [(compiled_step.CompiledStep, "_captured"), (torch, "compile")]
-        self.kept = captured, _ = [getattr(*place) for place in self.places]
-
-        def capture(graphs, *args):
-            graph = captured(graphs, *args)
-            found[graphs.name] = counts(graph)
+    def compiled(graph, **_):
+        if runs:
             return graph
+        (leaves,) = graph.graph.output_node().args
+        results = [leaf if leaf is None else zeros(leaf.meta["val"]) for leaf in leaves]
+        return lambda *_: graph.graph.process_outputs(results)
 
-        def compiled(graph, **_):
-            if runs:
-                return graph
-            (leaves,) = graph.graph.output_node().args
-            results = [leaf if leaf is None else zeros(leaf.meta["val"]) for leaf in leaves]
-            return lambda *_: graph.graph.process_outputs(results)
-
-        self.ours = capture, compiled
-
-    def __enter__(self):
-        for place, value in zip(self.places, self.ours, strict=True):
-            setattr(*place, value)
-
-    def __exit__(self, *_):
-        for place, value in zip(self.places, self.kept, strict=True):
-            setattr(*place, value)
+    with wrapped(CompiledStep, _captured=capture), replaced(torch, compile=compiled):
+        yield
 
 
 def zeros(value):

@@ -1,25 +1,20 @@
 """Trains nets with layers that can and cannot be captured, and prints what came out.
 
-python compiled.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
+python compiled.py CASES: see `starting.each_case`; beside fields of kerasdp.Config they hold
     layer: "plain", "reading" (Python asks for a number), "foreign" (assigns a variable that is not the model's),
         "slower" (a callback changes the rate), "frozen" (a callback freezes a layer), "swapping" (variables change
         places), "scaled" (float16, whose first losses are scaled until they overflow)
     no_compiler_on_rank: the rank, if there is one, that finds no C++ compiler
 """
 
-import functools
-import json
-import sys
-
 import numpy as np
+from starting import each_case
 
-import kerasdp
 
-
-def train(kind, no_compiler_on_rank, runner):
+def train(runner, layer, no_compiler_on_rank=None):
     import keras
     import torch._inductor.config
-    from learn_classes import StepLosses
+    from learn_classes import fitted
 
     if runner.strategy.processes.rank == no_compiler_on_rank:
         torch._inductor.config.cpp.cxx = "/nowhere"  # torch has read $CXX by now
@@ -35,14 +30,14 @@ def train(kind, no_compiler_on_rank, runner):
         def call(self, x):
             nonlocal calls
             calls += 1
-            if kind == "reading":
+            if layer == "reading":
                 return x * (2.0 if float(ops.mean(x)) > 0 else 1.0)
-            if kind == "swapping":  # two variables, each of which gets what the other had
+            if layer == "swapping":  # two variables, each of which gets what the other had
                 before = ops.copy(self.other)
                 self.other.assign(self.one)
                 self.one.assign(before)
                 return x + self.one - 0.5 * self.other
-            if kind == "foreign":
+            if layer == "foreign":
                 foreign.assign_add(1.0)
                 return x + 0.0 * foreign
             return x
@@ -53,9 +48,9 @@ def train(kind, no_compiler_on_rank, runner):
             calls = 0  # to find out shapes took some
 
         def on_epoch_end(self, epoch, logs=None):
-            if kind == "frozen":
+            if layer == "frozen":
                 self.model.layers[0].trainable = False
-            if kind == "slower":
+            if layer == "slower":
                 self.model.optimizer.learning_rate = 1e-3
 
     with runner.scope():
@@ -63,15 +58,14 @@ def train(kind, no_compiler_on_rank, runner):
         model = keras.Sequential([keras.Input((6,)), *layers])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = keras.optimizers.Adam(0.01)
-        if kind == "scaled":
+        if layer == "scaled":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**20, dynamic_growth_steps=3)
         model.compile(optimizer, loss, metrics=["accuracy"])
     numbers = np.random.RandomState(0)
     x, y = numbers.rand(61, 6).astype("float32"), numbers.randint(0, 3, 61)
-    losses = StepLosses(runner)
-    history = runner.fit(model, x, y, epochs=4, callbacks=[losses, Slower()]).history
-    found = {"losses": losses.values, "accuracy": history["accuracy"], "calls": calls}
-    if kind == "scaled":
+    losses, history = fitted(runner, model, x, y, epochs=4, callbacks=[Slower()])
+    found = {"losses": losses, "accuracy": history["accuracy"], "calls": calls}
+    if layer == "scaled":
         found |= {
             "state": [float(variable) for variable in (optimizer.dynamic_scale, optimizer.step_counter)],
             "iterations": int(optimizer.iterations),
@@ -80,13 +74,5 @@ def train(kind, no_compiler_on_rank, runner):
     return found
 
 
-def main():
-    results = []
-    for case in json.loads(sys.argv[1]):
-        work = functools.partial(train, case.pop("layer"), case.pop("no_compiler_on_rank", None))
-        results.append(kerasdp.launch(work, backend="torch", device="cpu", verbose=0, batch_size=16, **case))
-    print("RESULT", json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    each_case(train, backend="torch", device="cpu", verbose=0, batch_size=16)

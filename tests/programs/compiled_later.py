@@ -1,15 +1,13 @@
 """Trains on batches of two shapes, whose number nobody tells; a step is captured once three of its shape are done.
 
-python compiled_later.py [NUM_DEVICES, --compile, whether the step is user-defined]...
+python compiled_later.py CASES: see `starting.each_case`; beside fields of kerasdp.Config they hold
+    is_own: whether the step is user-defined
 
-Each argument is a run, in JSON. Inductor, which takes long, is left out.
+Inductor, which takes long, is left out.
 """
 
-import functools
-import json
-import sys
-
 import numpy as np
+from starting import each_case
 
 import kerasdp
 
@@ -21,7 +19,7 @@ def batches():
         yield x, x.sum((1, 2))[:, None]
 
 
-def train(is_own, runner):
+def train(runner, is_own=False):
     import keras
     from learn_classes import StepLosses
 
@@ -59,14 +57,5 @@ def train(is_own, runner):
     return {"numbers": [*losses.values, evaluated, float(predicted.std())], "captured": kinds}
 
 
-def main():
-    found = []
-    settings = {"backend": "torch", "device": "cpu", "precision": "float64", "verbose": 0}
-    for num_devices, compiles, is_own in map(json.loads, sys.argv[1:]):
-        run = functools.partial(train, is_own)
-        found.append(kerasdp.launch(run, num_devices=num_devices, compile=compiles, **settings))
-    print("RESULT", json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    each_case(train, backend="torch", device="cpu", precision="float64", verbose=0)

@@ -12,6 +12,7 @@ import jax
 from kerasdp.backends.jax import devices
 from kerasdp.config import Config
 from kerasdp.errors import RunError, from_command_line
+from kerasdp.runtime import hardware
 from kerasdp.runtime.devices import AlreadyStartedError, Devices
 
 
@@ -23,8 +24,9 @@ def error_of(function, *arguments):
 
 
 def limit():
-    """What jax may see, before it starts, for each number of devices; LD_LIBRARY_PATH has a driver with four GPUs."""
-    seen = {}
+    """What jax may see, before it starts, for each number of devices, on a machine whose driver has four GPUs."""
+    seen, devices.num_gpus = {}, lambda platform: 4 if platform == "cuda" else 0
+    hardware.num_gpus = devices.num_gpus
     for count in (1, 2, 4, 5, None):
         jax.config.update("jax_cuda_visible_devices", "all")
         devices._choose_platforms(Config(num_devices=count))

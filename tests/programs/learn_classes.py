@@ -69,6 +69,13 @@ class StepLosses(keras.callbacks.Callback):
         self.values.append(float(loss))
 
 
+def fitted(runner, model, *data, callbacks=(), **options):
+    """Trains as `runner.fit` does; returns the loss of each step, and Keras' history."""
+    losses = StepLosses(runner)
+    history = runner.fit(model, *data, callbacks=[losses, *callbacks], **options).history
+    return losses.values, history
+
+
 def digest_of(model):
     """Of all its variables: equal where all are, bit by bit."""
     values = (np.ascontiguousarray(keras.ops.convert_to_numpy(variable)) for variable in model.variables)

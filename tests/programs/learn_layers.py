@@ -10,37 +10,26 @@ import kerasdp
 def batch_norm(runner):
     """Batch norm over the global batch, and over each replica's shard."""
     import keras
-    from learn_classes import StepLosses
+    from keras import layers
+    from learn_classes import fitted
 
     random = np.random.RandomState(3)
     x, y = random.randint(0, 255, (45, 8, 8, 3)).astype("uint8"), random.randint(0, 5, 45)
 
     def one(statistics):
         with runner.scope():
-            model = keras.Sequential(
-                [
-                    keras.Input((8, 8, 3)),
-                    keras.layers.Rescaling(1 / 255),
-                    keras.layers.Conv2D(6, 3),
-                    keras.layers.BatchNormalization(),
-                    keras.layers.Activation("tanh"),
-                    keras.layers.Conv2D(6, 3, strides=2),
-                    keras.layers.BatchNormalization(scale=False),
-                    keras.layers.Flatten(),
-                    keras.layers.Dense(5),
-                ]
-            )
-            model.compile(
-                keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            )
-        kept, losses = runner.config, StepLosses(runner)
+            first = [layers.Rescaling(1 / 255), layers.Conv2D(6, 3), layers.BatchNormalization()]
+            second = [layers.Activation("tanh"), layers.Conv2D(6, 3, strides=2), layers.BatchNormalization(scale=False)]
+            last = [layers.Flatten(), layers.Dense(5)]
+            model = keras.Sequential([keras.Input((8, 8, 3)), *first, *second, *last])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+        kept = runner.config
         runner.config = dataclasses.replace(kept, batch_norm=statistics)
-        history = runner.fit(
-            model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses], validation_data=(x, y)
-        )
+        losses, history = fitted(runner, model, x, y, batch_size=14, epochs=3, validation_data=(x, y))
         runner.config = kept
         moving = [np.asarray(v).sum().item() for v in model.non_trainable_variables]
-        return {"losses": losses.values, "val_loss": history.history["val_loss"], "moving": moving}
+        return {"losses": losses, "val_loss": history["val_loss"], "moving": moving}
 
     return {statistics: one(statistics) for statistics in ("sync", "replica")}
 

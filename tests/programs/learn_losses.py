@@ -6,36 +6,26 @@ import numpy as np
 def binary(runner):
     """AUC, precision, recall, mean IoU and a loss that is a sum; dense, with a weight penalty and sample weights."""
     import keras
-    from learn_classes import StepLosses
+    from keras import metrics
+    from learn_classes import fitted
 
     random = np.random.RandomState(0)
     x, weights = random.randn(101, 8).astype("float32"), random.rand(101).astype("float32")
     y = (x.sum(-1, keepdims=True) + random.randn(101, 1) > 0).astype("float32")
+    penalties = {"kernel_regularizer": "l2", "activity_regularizer": keras.regularizers.L2(1e-3)}
     with runner.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Dense(
-                    16, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(1e-3)
-                ),
-                keras.layers.Dense(1, "sigmoid"),
-            ]
-        )
+        model = keras.Sequential([keras.layers.Dense(16, "tanh", **penalties), keras.layers.Dense(1, "sigmoid")])
+        counts = [metrics.Precision(name="precision"), metrics.Recall(name="recall"), metrics.BinaryIoU(name="iou")]
         model.compile(
             keras.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=1.0),
             keras.losses.BinaryCrossentropy(reduction="sum"),
-            metrics=[
-                keras.metrics.AUC(name="auc"),
-                keras.metrics.Precision(name="precision"),
-                keras.metrics.Recall(name="recall"),
-                keras.metrics.BinaryIoU(name="iou"),
-            ],
+            metrics=[metrics.AUC(name="auc"), *counts],
             weighted_metrics=["accuracy"],
         )
-    losses = StepLosses(runner)
     # The last batch has one sample: fewer than devices.
-    history = runner.fit(model, x, y, sample_weight=weights, batch_size=10, epochs=3, verbose=0, callbacks=[losses])
+    losses, history = fitted(runner, model, x, y, sample_weight=weights, batch_size=10, epochs=3)
     classes = runner.fit(model, x, y, class_weight={0: 1.0, 1: 3.0}, validation_split=0.25, batch_size=16, verbose=0)
-    return {"losses": losses.values, "history": history.history, "classes": classes.history}
+    return {"losses": losses, "history": history, "classes": classes.history}
 
 
 def two_heads(runner):
@@ -81,7 +71,7 @@ def two_heads(runner):
 def masked_tokens(runner):
     """A loss and a metric for each token but the padding, of which each shard of a batch has another share."""
     import keras
-    from learn_classes import StepLosses
+    from learn_classes import fitted
 
     random = np.random.RandomState(5)
     lengths = random.randint(1, 8, 29)
@@ -91,7 +81,6 @@ def masked_tokens(runner):
         model = keras.Sequential([keras.Input((7,), dtype="int32"), tokens, keras.layers.Dense(4)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.5), loss, metrics=["accuracy"])
-    losses = StepLosses(runner)
-    history = runner.fit(model, x, x % 4, batch_size=8, epochs=2, verbose=0, callbacks=[losses])
+    losses, history = fitted(runner, model, x, x % 4, batch_size=8, epochs=2)
     evaluation = runner.evaluate(model, x, x % 4, batch_size=8, return_dict=True)
-    return {"losses": losses.values, "history": history.history, "evaluate": evaluation}
+    return {"losses": losses, "history": history, "evaluate": evaluation}

@@ -4,6 +4,7 @@ python resume.py SETTINGS: fields of kerasdp.Config as JSON, and
     trouble, at_step: what happens on the last rank behind a step, once in a workdir: "signal", "signal in validation",
         "kill", "hang", "nan", "remove" (the workdir)
     export: a file for the model that was trained
+    steps_per_execution: of Keras' `compile`; units: of the last layer but one
 """
 
 import json
@@ -18,6 +19,7 @@ import numpy as np
 
 import kerasdp
 
+OWN = ("trouble", "at_step", "units", "export", "steps_per_execution")
 SETTINGS = json.loads(os.environ["KERASDP_TEST_SETTINGS"]) if "KERASDP_TEST_SETTINGS" in os.environ else {}
 
 
@@ -37,6 +39,7 @@ def train(runner):
             kerasdp.make_optimizer(runner.config),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
+            steps_per_execution=SETTINGS.get("steps_per_execution", 1),
         )
     callbacks = [
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.3),
@@ -102,7 +105,7 @@ def main():
     settings = json.loads(sys.argv[1])
     os.environ["KERASDP_TEST_SETTINGS"] = sys.argv[1]
     globals()["SETTINGS"] = settings
-    fields = {name: value for name, value in settings.items() if name not in ("trouble", "at_step", "units", "export")}
+    fields = {name: value for name, value in settings.items() if name not in OWN}
     fields = {"device": "cpu", "verbose": 0, "log_every": 1, "batch_size": 13} | fields
     print("RESULT", json.dumps(kerasdp.launch(train, kerasdp.Config(**fields))))
 

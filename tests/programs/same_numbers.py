@@ -130,7 +130,7 @@ CASES = {
 
 def train(runner):
     import keras
-    from learn_classes import StepLosses
+    from learn_classes import fitted
 
     def result(name, is_eager):
         with runner.scope():
@@ -146,12 +146,11 @@ def train(runner):
             model.compile(
                 keras.optimizers.SGD(0.01), losses, run_eagerly=is_eager, weighted_metrics=["mse"] if weights else None
             )
-        before, steps = model.get_weights(), StepLosses(runner)
-        weights = weights[0] if weights else None
+        before, weights = model.get_weights(), weights[0] if weights else None
         evaluated = runner.evaluate(model, x, y, sample_weight=weights)
-        history = runner.fit(model, x, y, sample_weight=weights, epochs=1, shuffle=False, callbacks=[steps]).history
+        steps, history = fitted(runner, model, x, y, sample_weight=weights, epochs=1, shuffle=False)
         updates = [float(np.linalg.norm(own - old)) for own, old in zip(model.get_weights(), before, strict=True)]
-        return {"losses": steps.values, "evaluated": float(np.ravel(evaluated)[0]), "updates": updates,
+        return {"losses": steps, "evaluated": float(np.ravel(evaluated)[0]), "updates": updates,
                 "metrics": history.get("mse", [])}  # fmt: skip
 
     is_eager = [False, True] if runner.config.backend == "tensorflow" else [False]

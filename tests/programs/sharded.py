@@ -156,7 +156,10 @@ def living_bytes(kind="Parameter"):
         import torch
 
         kind = getattr(torch.nn, kind, torch.Tensor)
-        storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, kind)]
+        tensors = [
+            each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)
+        ]  # of all else a slow check
+        storages = [each.untyped_storage() for each in tensors if isinstance(each, kind)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     return 0
 

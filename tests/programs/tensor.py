@@ -55,13 +55,11 @@ def learn(runner):
 
 
 def learn_one(runner, model, everything):
-    from learn_classes import StepLosses
+    from learn_classes import fitted
 
-    losses = StepLosses(runner)
-    history = runner.fit(
-        model, X, Y, batch_size=BATCH_SIZE, epochs=3, callbacks=[losses], validation_data=(X, Y) if everything else None
-    )
-    numbers = {"losses": losses.values, "history": history.history}
+    validation_data = (X, Y) if everything else None
+    losses, history = fitted(runner, model, X, Y, batch_size=BATCH_SIZE, epochs=3, validation_data=validation_data)
+    numbers = {"losses": losses, "history": history}
     if everything:
         numbers["evaluate"] = runner.evaluate(model, X, Y, return_dict=True)
         numbers["predictions"] = runner.predict(model, X, batch_size=3).tolist()  # fewer than devices

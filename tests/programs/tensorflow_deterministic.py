@@ -50,7 +50,7 @@ def pooled(keras):
 def train(build, num_steps, runner):
     """Trains so many steps; `build`: a model, None for that of the run."""
     import keras
-    from learn_classes import StepLosses
+    from learn_classes import fitted
 
     rows = num_steps * runner.config.batch_size
     x, y = np.random.RandomState(0).randint(0, 256, (rows, 28, 28, 1)).astype("uint8"), np.arange(rows) % 10
@@ -58,9 +58,7 @@ def train(build, num_steps, runner):
         model = kerasdp.build_model(runner.config, (28, 28, 1), 10) if build is None else build(keras)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.03, momentum=0.9), loss, metrics=["accuracy"])
-    losses = StepLosses(runner)
-    runner.fit(model, x, y, callbacks=[losses])
-    return losses.values
+    return fitted(runner, model, x, y)[0]
 
 
 def run(build, num_steps, **settings):

@@ -26,18 +26,17 @@ GROWTH = {"torch": 0.5, "jax": 1.5, "tensorflow": 6.0}
 
 
 @functools.cache
-def learned(folder, backend, count):
+def learned(backend, count):
     """What lenet learns in 40 steps."""
     begin = time.monotonic()
-    done = run(PROGRAMS / "learn.py", backend, count, folder, "lenet", backend=backend, timeout=3000)
+    done = run(PROGRAMS / "learn.py", backend, count, "lenet", backend=backend, timeout=3000)
     print(f"\n{backend} x {count}: {time.monotonic() - begin:.0f} s")
     return result_of(done)["lenet"]
 
 
 @pytest.mark.parametrize(("backend", "count"), WAYS)
-def test_many_devices_learn_what_one_does(backend, count, tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp()
-    expected, found = learned(folder, BACKENDS[0], 1), learned(folder, backend, count)
+def test_many_devices_learn_what_one_does(backend, count):
+    expected, found = learned(BACKENDS[0], 1), learned(backend, count)
     assert found["initial"] == expected["initial"] and len(found["losses"]) == 40
     for name in ("losses", "history", "evaluate", "predictions", "final"):
         for one, other in zip(*map(as_list, (expected[name], found[name])), strict=True):

@@ -1,4 +1,4 @@
-"""Private names of TensorFlow; the tests of captured steps and of ranks use those of torch."""
+"""Private names of TensorFlow, and its layout on GPUs; the tests of captured steps and of ranks use those of torch."""
 
 import pytest
 
@@ -14,6 +14,7 @@ import inspect
 import tensorflow as tf
 import keras
 from kerasdp.backends.tensorflow import private
+from kerasdp.backends.tensorflow.devices import _leave_channels_last
 from kerasdp.keras_compat.optimizers import _tensorflow_methods, overrides_nothing_of_tensorflow
 
 strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
@@ -38,6 +39,14 @@ for shape in ((9, 1, 8, 8), (9, 3, 8, 8), (9, 8, 8)):
     assert products and all(op.inputs[0].shape.rank == 3 for op in products)
     for product in (x @ one, unknown(x), tf.matmul(x, tf.transpose(one)[None], transpose_b=True)):
         assert product.shape == shape and abs(product.numpy() - x.numpy() @ one.numpy()).max() < 1e-5
+
+given = []
+tf.config.get_visible_devices = lambda kind: ["a GPU"]
+tf.config.optimizer.set_experimental_options = given.append
+for capability in ((7, 5), (9, 0)):  # convolutions of older GPUs do not take images as they are
+    tf.config.experimental.get_device_details = lambda gpu: {"device_name": gpu, "compute_capability": capability}
+    _leave_channels_last(["a GPU", "another"])
+    assert given == [{"layout_optimizer": False}] * (capability == (9, 0)), capability
 
 methods = _tensorflow_methods()
 print(*sorted(methods))

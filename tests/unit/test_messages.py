@@ -60,9 +60,7 @@ def test_only_while_the_command_line_runs(in_python, monkeypatch, capsys):
         ({"gpus": 2}, "launch: there is no argument 'gpus'; did you mean num_devices=2?"),
         ({"lr": 0.1}, "launch: there is no argument 'lr'; help(kerasdp.Config) lists all of them"),
         ({"batch": 8}, "did you mean batch_size=8?"),
-        ({"epoch": 8}, "did you mean epochs=8?"),
         ({"bakend": "jax"}, "did you mean backend='jax'?"),
-        ({"nosuch": 1}, "there is no argument 'nosuch'; help(kerasdp.Config) lists all of them"),
     ],
 )
 def test_arguments_by_another_name(arguments, words, in_python):

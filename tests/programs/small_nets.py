@@ -1,21 +1,33 @@
-"""Trains small nets cut into stages, and prints what came out.
+"""Trains small nets, whole, in micro-batches or cut into stages, and prints what came out.
 
-python pipelines.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
-    net: "norms" (residual, batch norm) or "random" (dropout, penalties, no batch norm; its whole curve)
-    rule: "sgd" or "adam"
-    by_hand: instead of a pipeline, micro-batches one after another in a plain loop
+python small_nets.py CASES: see `starting.each_case`; beside fields of kerasdp.Config they hold
+    net: "norms" (residual, batch norm), "random" (models in a model; dropout, penalties, two outputs, sample weights),
+        or "subclassed": the latter, as no functional model
+    rule: "sgd", as where it is left out, or "adam"
+    by_hand: instead of a run, micro-batches one after another in a plain loop, of "norms"
+    loss: in place of that of "random", "squares": the same, user-defined; "sum": a sum over the rows, without weights;
+        or one that needs the whole batch, "dice" or "against_mean": the run fails, and the result is its error
 """
 
-import json
-import os
-import sys
-
 import numpy as np
+from starting import each_case
 
 import kerasdp
 
-CASE = json.loads(os.environ.get("KERASDP_TEST_CASE", "{}"))
 SPLIT_SIZE = 4
+NUMBERS = np.random.RandomState(0)
+X, KINDS = NUMBERS.randint(0, 256, (36, 12, 12, 3)), NUMBERS.randint(0, 5, 36)
+WEIGHTS = NUMBERS.rand(36)
+
+
+def squares(y, outputs):
+    return ((y - outputs) ** 2)[:, 0]
+
+
+def against_mean(y, outputs):
+    from keras import ops
+
+    return ops.square(outputs - ops.mean(outputs, axis=0) - y)
 
 
 def norms(keras):
@@ -45,49 +57,79 @@ def random(keras):
     return keras.Model(inputs, {"kind": layers.Dense(5, name="kind")(x), "size": layers.Dense(1, name="size")(x)})
 
 
-def rule(keras):
-    if CASE["rule"] == "adam":
-        return keras.optimizers.Adam(0.003)
-    # The norm of all gradients is summed up stage by stage, so that its last bit differs.
-    return keras.optimizers.SGD(0.02, momentum=0.9, global_clipnorm=0.5 if CASE["net"] == "random" else None)
+def subclassed(keras):
+    """The functional net, behind a `call` of its own."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.net = random(keras)
+
+        def call(self, x, training=False):
+            return self.net(x, training=training)
+
+    return Own()
 
 
-def train(runner):
+def train(runner, net, rule="sgd", by_hand=False, loss=None):
     import keras
-    from learn_classes import StepLosses
 
-    numbers = np.random.RandomState(0)
-    x, kinds = numbers.randint(0, 256, (36, 12, 12, 3)), numbers.randint(0, 5, 36)
-    losses = StepLosses(runner)
-    kind_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with runner.scope():
-        model = {"norms": norms, "random": random}[CASE["net"]](keras)
-        if CASE["net"] == "random":
-            model.compile(rule(keras), {"kind": kind_loss, "size": "mse"}, metrics={"kind": "accuracy"})
-        else:
-            model.compile(rule(keras), kind_loss)
-    if CASE["net"] == "random":
-        y = {"kind": kinds, "size": kinds[:, None].astype("float32")}
-        x = x.astype("uint8")
-        history = runner.fit(model, x, y, epochs=2, validation_data=(x, y), callbacks=[losses]).history
-        extra = {
-            "history": history,
-            "evaluate": runner.evaluate(model, x, y, return_dict=True),
-            "outputs": np.asarray(runner.predict(model, x[:7])["kind"]).tolist(),
-        }
-    else:
-        x = (x / 255).astype("float32")[:32]
-        kinds = kinds[:32]
-        extra = {}
-        if CASE.get("by_hand"):
-            losses.values = by_hand(keras, model, x, kinds)
-        else:
-            runner.fit(model, x, kinds, epochs=2, shuffle=False, callbacks=[losses])
-            if runner.strategy.stages is not None:
-                schedules = runner.strategy.stages.engine_of(model)._schedules.values()
-                extra = {"schedules": sorted({type(schedule).__name__ for schedule in schedules})}
+        model = {"norms": norms, "random": random, "subclassed": subclassed}[net](keras)
+        # The norm of all gradients is summed up stage by stage, so that its last bit differs.
+        clipnorm = None if net == "norms" else 0.5
+        sgd = keras.optimizers.SGD(0.02, momentum=0.9, global_clipnorm=clipnorm)
+        optimizer = keras.optimizers.Adam(0.003) if rule == "adam" else sgd
+    job = with_batch_norm if net == "norms" else with_random_layers
+    found = job(runner, model, optimizer, by_hand if net == "norms" else loss)
     weights = [keras.ops.convert_to_numpy(weight).astype("float64").flatten().tolist() for weight in model.weights]
-    return {"losses": losses.values, "weights": weights, **extra}
+    return found | {"weights": weights}
+
+
+def with_random_layers(runner, model, optimizer, loss):
+    """36 samples in batches of 16, which is not the size of the run: the last one has 4."""
+    import keras
+    from learn_classes import MaximumLogit, fitted
+
+    reduction = "sum" if loss == "sum" else "sum_over_batch_size"
+    own = {
+        "squares": kerasdp.per_sample(squares),
+        "against_mean": against_mean,
+        "sum": keras.losses.MeanSquaredError("sum"),
+    }
+    kind_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    with runner.scope():
+        model.compile(
+            optimizer,
+            {"kind": kind_loss, "size": own.get(loss, loss or "mse")},
+            metrics={"kind": ["accuracy", MaximumLogit()]},
+            weighted_metrics={"size": "mae"},
+        )
+    x, y = X.astype("uint8"), {"kind": KINDS, "size": KINDS[:, None].astype("float64")}
+    data = {"sample_weight": None if loss == "sum" else WEIGHTS, "validation_data": (x, y, WEIGHTS)}
+    losses, history = fitted(runner, model, x, y, batch_size=runner.config.batch_size // 2, epochs=2, **data)
+    return {
+        "losses": losses,
+        "history": history,
+        "evaluate": runner.evaluate(model, x, y, sample_weight=WEIGHTS, return_dict=True),
+        "outputs": np.asarray(runner.predict(model, x[:7])["kind"]).tolist(),
+    }
+
+
+def with_batch_norm(runner, model, optimizer, is_by_hand):
+    import keras
+    from learn_classes import fitted
+
+    x, y = (X / 255).astype(keras.config.floatx())[:32], KINDS[:32]
+    with runner.scope():
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    if is_by_hand:
+        return {"losses": by_hand(keras, model, x, y)}
+    losses, _ = fitted(runner, model, x, y, batch_size=16, epochs=2, shuffle=False)
+    if runner.strategy.stages is None:
+        return {"losses": losses}
+    schedules = runner.strategy.stages.engine_of(model)._schedules.values()
+    return {"losses": losses, "schedules": sorted({type(schedule).__name__ for schedule in schedules})}
 
 
 def by_hand(keras, model, x, y):
@@ -159,15 +201,5 @@ def tensorflow_step(keras, model, outputs_of, x, y):
 STEPS = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}
 
 
-def main():
-    results = []
-    for case in json.loads(sys.argv[1]):
-        os.environ["KERASDP_TEST_CASE"] = json.dumps(case)
-        globals()["CASE"] = case
-        fields = {name: value for name, value in case.items() if name not in ("net", "rule", "by_hand")}
-        results.append(kerasdp.launch(train, device="cpu", verbose=0, **{"batch_size": 16} | fields))
-    print("RESULT", json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    each_case(train, device="cpu", verbose=0, batch_size=32)
