@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+import keras
 import numpy as np
 from starting import printed
 
@@ -49,64 +50,62 @@ def fitted(runner, model, x, y=None, **options):
 
 
 def array_of(weight):
-    import keras
-
     return np.asarray(keras.ops.convert_to_numpy(weight), "float64")
 
 
-class Steps:
-    """Keras' logs after each step: a callback, made when Keras may be imported."""
+class Steps(keras.callbacks.Callback):
+    """Keras' logs after each step."""
 
-    def __new__(cls):
-        import keras
+    def __init__(self):
+        super().__init__()
+        self.values = []
 
-        class Callback(keras.callbacks.Callback):
-            def __init__(self):
-                super().__init__()
-                self.values = []
+    def on_train_batch_end(self, batch, logs=None):
+        self.values.append({name: float(value) for name, value in logs.items()})
 
-            def on_train_batch_end(self, batch, logs=None):
-                self.values.append({name: float(value) for name, value in logs.items()})
 
-        return Callback()
+class Portable(keras.Model):
+    """Takes a step by `kerasdp.value_and_grad`, alike on each backend.
+
+    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`.
+    """
+
+    def minimize(self, loss_of, weights, optimizer, has_aux=False):
+        found, gradients = kerasdp.value_and_grad(loss_of, weights, has_aux)()
+        optimizer.apply(gradients, weights)
+        return found
+
+
+class Torch(keras.Model):
+    """As the backend's guide does."""
+
+    def minimize(self, loss_of, weights, optimizer, has_aux=False):
+        import torch
+
+        for weight in weights:
+            weight.value.grad = None
+        found = loss_of()
+        (found[0] if has_aux else found).backward()
+        with torch.no_grad():
+            optimizer.apply([weight.value.grad for weight in weights], weights)
+        return keras.tree.map_structure(keras.ops.stop_gradient, found)
+
+
+class TensorFlow(keras.Model):
+    """As the backend's guide does."""
+
+    def minimize(self, loss_of, weights, optimizer, has_aux=False):
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            found = loss_of()
+        gradients = tape.gradient(found[0] if has_aux else found, weights)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return found
 
 
 def minimizing():
-    """Returns a base class whose `minimize(loss_of, weights, optimizer)` takes one step.
-
-    By `kerasdp.value_and_grad`, alike on each backend, or, with OWN_STEPS=native, as the backend's guide does.
-    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`.
-    """
-    import keras
-
-    class Portable(keras.Model):
-        def minimize(self, loss_of, weights, optimizer, has_aux=False):
-            found, gradients = kerasdp.value_and_grad(loss_of, weights, has_aux)()
-            optimizer.apply(gradients, weights)
-            return found
-
-    class Torch(keras.Model):
-        def minimize(self, loss_of, weights, optimizer, has_aux=False):
-            import torch
-
-            for weight in weights:
-                weight.value.grad = None
-            found = loss_of()
-            (found[0] if has_aux else found).backward()
-            with torch.no_grad():
-                optimizer.apply([weight.value.grad for weight in weights], weights)
-            return keras.tree.map_structure(keras.ops.stop_gradient, found)
-
-    class TensorFlow(keras.Model):
-        def minimize(self, loss_of, weights, optimizer, has_aux=False):
-            import tensorflow as tf
-
-            with tf.GradientTape() as tape:
-                found = loss_of()
-            gradients = tape.gradient(found[0] if has_aux else found, weights)
-            optimizer.apply_gradients(zip(gradients, weights, strict=True))
-            return found
-
+    """Returns a base class whose `minimize` takes one step; with OWN_STEPS=native in the form of the backend."""
     native = {"torch": Torch, "tensorflow": TensorFlow, "jax": keras.Model}
     return native[keras.backend.backend()] if is_native() else Portable
 
@@ -117,8 +116,6 @@ def is_native():
 
 def in_form_of_backend(kind):
     """Returns the model's class; of native steps on jax the one of `own_steps_jax`, if it is there."""
-    import keras
-
     if keras.backend.backend() != "jax" or not is_native():
         return kind
     import own_steps_jax
