@@ -142,17 +142,6 @@ def test_wrong_choices_in_a_worker(backend, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_batch_that_is_larger_than_the_data(tmp_path):
-    """Said once, however many processes."""
-    flags = ("--gpus=2", "--device=cpu", "--model=mlp", "--dataset=synthetic(num_samples=60)", "--epochs=1")
-    done = train(f"--backend={BACKENDS[0]}", *flags, "--batch_size=1000000", f"--workdir={tmp_path}")
-    text = (
-        "the global batch of 1,000,000 samples is larger than the data, 60 samples: each pass over them is one update"
-    )
-    assert done.returncode == 0 and done.stderr == f"warning: {text}\n"
-    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 1
-
-
 @pytest.mark.proof  # quick counterpart: tests/cli runs each recipe, in CI from a wheel
 def test_pipeline_recipe(tmp_path):
     """The toy model in all ways: a line each, two pictures, the figures in JSON."""

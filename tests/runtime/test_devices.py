@@ -142,6 +142,7 @@ def test_what_is_compiled_does_not_grow_for_ever(monkeypatch, tmp_path):
     assert sorted(os.listdir(os.path.join(folder, "within"))) == ["of this hour", "young"]
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("torch" not in INSTALLED, reason="needs torch")
 def test_torch_compiles_into_no_folder_that_anybody_can_make(tmp_path, monkeypatch):
     """Without a HOME, Inductor itself would take one in the temporary folder, by the name of the user."""

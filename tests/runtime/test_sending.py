@@ -139,6 +139,7 @@ def test_data_of_tensorflow_made_before_launch_is_told(tmp_path):
     assert [text.startswith(line) for text in done.stderr.splitlines() if text.startswith("warning")] == [True]
 
 
+@pytest.mark.proof
 def test_nothing_starts_when_train_cannot_be_sent():
     code = (
         "import threading, kerasdp, torch.multiprocessing as m\n"

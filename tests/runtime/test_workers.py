@@ -175,6 +175,7 @@ def test_the_one_that_was_first_is_seen(ways, words):
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.proof
 def test_a_server_that_was_killed_is_started_again():
     """And blocks signals, as the one before: those to a group of processes would end it, and its workers."""
     ways, names, preload = ("one", "two"), ["rank 0", "rank 1"], ["kerasdp.errors"]
@@ -188,6 +189,7 @@ def test_a_server_that_was_killed_is_started_again():
     assert int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
+@pytest.mark.proof
 def test_a_server_that_ends_while_it_imports_is_a_line(tmp_path):
     (tmp_path / "ends.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     program = (
