@@ -64,48 +64,42 @@ class Steps(keras.callbacks.Callback):
         self.values.append({name: float(value) for name, value in logs.items()})
 
 
-class Portable(keras.Model):
-    """Takes a step by `kerasdp.value_and_grad`, alike on each backend.
+def minimizing():
+    """Returns a base class whose `minimize(loss_of, weights, optimizer)` takes one step.
 
-    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`.
+    By `kerasdp.value_and_grad`, alike on each backend, or, with OWN_STEPS=native, as the backend's guide does.
+    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`. It is made anew for each
+    model: Keras gives it other bases where one is made of inputs and outputs.
     """
 
-    def minimize(self, loss_of, weights, optimizer, has_aux=False):
-        found, gradients = kerasdp.value_and_grad(loss_of, weights, has_aux)()
-        optimizer.apply(gradients, weights)
-        return found
+    class Portable(keras.Model):
+        def minimize(self, loss_of, weights, optimizer, has_aux=False):
+            found, gradients = kerasdp.value_and_grad(loss_of, weights, has_aux)()
+            optimizer.apply(gradients, weights)
+            return found
 
+    class Torch(keras.Model):
+        def minimize(self, loss_of, weights, optimizer, has_aux=False):
+            import torch
 
-class Torch(keras.Model):
-    """As the backend's guide does."""
-
-    def minimize(self, loss_of, weights, optimizer, has_aux=False):
-        import torch
-
-        for weight in weights:
-            weight.value.grad = None
-        found = loss_of()
-        (found[0] if has_aux else found).backward()
-        with torch.no_grad():
-            optimizer.apply([weight.value.grad for weight in weights], weights)
-        return keras.tree.map_structure(keras.ops.stop_gradient, found)
-
-
-class TensorFlow(keras.Model):
-    """As the backend's guide does."""
-
-    def minimize(self, loss_of, weights, optimizer, has_aux=False):
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
+            for weight in weights:
+                weight.value.grad = None
             found = loss_of()
-        gradients = tape.gradient(found[0] if has_aux else found, weights)
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return found
+            (found[0] if has_aux else found).backward()
+            with torch.no_grad():
+                optimizer.apply([weight.value.grad for weight in weights], weights)
+            return keras.tree.map_structure(keras.ops.stop_gradient, found)
 
+    class TensorFlow(keras.Model):
+        def minimize(self, loss_of, weights, optimizer, has_aux=False):
+            import tensorflow as tf
 
-def minimizing():
-    """Returns a base class whose `minimize` takes one step; with OWN_STEPS=native in the form of the backend."""
+            with tf.GradientTape() as tape:
+                found = loss_of()
+            gradients = tape.gradient(found[0] if has_aux else found, weights)
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return found
+
     native = {"torch": Torch, "tensorflow": TensorFlow, "jax": keras.Model}
     return native[keras.backend.backend()] if is_native() else Portable
 
