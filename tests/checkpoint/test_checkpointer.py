@@ -12,9 +12,9 @@ from kerasdp.checkpoint import files
 from kerasdp.checkpoint.checkpointer import Checkpointer
 from kerasdp.config import Config
 from kerasdp.reporting.recorder import Recorder
-from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
 from kerasdp.runtime.run_state import RunState
+from tests.reporting.test_report import facts
 
 
 @pytest.fixture
@@ -23,10 +23,6 @@ def make(tmp_path):
 
     def make(callbacks=(), **choices):
         config = Config(backend=keras.backend.backend(), workdir=str(tmp_path), **({"keep": 9} | choices))
-        facts = Facts(
-            config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1,
-            model="m", global_batch_size=4,
-        )  # fmt: skip
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.25), "mse")
         model.optimizer.build(model.trainable_variables)
@@ -34,7 +30,7 @@ def make(tmp_path):
         state = RunState()
         state.begin_fit(batch_size=4, num_batches=5, epochs=4)
         state.begin_epoch(0)
-        recorder = Recorder(state, facts, folder=None)
+        recorder = Recorder(state, facts(tmp_path, config=config), folder=None)
         recorder.set_model(model)
         one = Checkpointer(
             config=config, run_state=state, recorder=recorder, model=model, stateful=list(callbacks),

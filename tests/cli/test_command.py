@@ -11,7 +11,7 @@ import pytest
 
 from kerasdp.cli import command
 from kerasdp.runtime import hardware
-from tests.helpers import BACKENDS, ROOT, environment, make_images, run
+from tests.helpers import BACKENDS, ROOT, make_images, run, start
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
@@ -123,9 +123,8 @@ def test_nobody_reads_the_output(tmp_path):
         f"--workdir={tmp_path}/r",
     ]
     for arguments, last in ((flags, "has ended; training continues\n"), (["--help"], "")):
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-        command = [sys.executable, ROOT / "recipes" / "train.py", *arguments]
-        with subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), **pipe) as done:
+        program = ROOT / "recipes" / "train.py"
+        with start(program, *arguments, backend=None, cwd=tmp_path, PYTHONPATH=str(ROOT)) as done:
             assert done.stdout.readline()
             done.stdout.close()
             said = done.stderr.read()
@@ -154,9 +153,8 @@ def test_env_names_what_is_wrong(monkeypatch, capsys):
         assert f"wrong: {name} sees none: why" in text
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_env_asks_the_frameworks(backend):
     found = command._backend_facts(backend)
     assert found["version"].split("+")[0] == importlib.metadata.version(backend).split("+")[0]

@@ -71,15 +71,10 @@ class Host:
         kept = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": timeout}
         return subprocess.run(self.command(*command), **kept | options)
 
-    def traffic(self) -> tuple[int, int]:
-        """Returns how many bytes have come in and gone out by its network card so far, all headers included."""
+    def sent(self) -> tuple[int, int]:
+        """Returns how many bytes, all headers included, and packets have gone out by its network card so far."""
         (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))
-        return link["stats64"]["rx"]["bytes"], link["stats64"]["tx"]["bytes"]
-
-    def packets_sent(self) -> int:
-        """Returns how many packets have gone out by its network card so far."""
-        (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))
-        return int(link["stats64"]["tx"]["packets"])
+        return link["stats64"]["tx"]["bytes"], link["stats64"]["tx"]["packets"]
 
     def set_cable(self, is_in: bool) -> None:
         """Pulls the network cable out, or puts it in again. Nobody is told: packets do not arrive."""

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from tests.helpers import HOST_BACKENDS, PROGRAMS, ROOT, finish, kill_session, start
+from tests.helpers import HOST_BACKENDS, PROGRAMS, finish, kill_session, start
 from tests.hosts.together import free_port, place_in_run
 
 pytestmark = pytest.mark.proof
 ENDS_TOGETHER, RAISES = "-", "raises_before"
 # What a program of the user's does otherwise on host 1, and what the line is about.
 CASES = {
-    "fewer_rows": r"\b64\b.*\b56\b",
-    "other_weights": "weight|variable|kernel",
-    "evaluates": "evaluate",
+    "has_less_data": r"\b64\b.*\b56\b",
+    "has_other_weights": "weight|variable|bias",
+    "evaluates_before_fit": "evaluate",
     RAISES: "process 1 failed: .*the second host gives up|another process of the run has gone",
     "stops_within": ENDS_TOGETHER,  # what one rank decides is what all do
 }
@@ -40,7 +40,7 @@ def two_hosts(backend, case, **changes):
     for rank in (0, 1):
         fields = json.dumps({"backend": backend, "seed": 0} | (changes if rank else {}))
         place = place_in_run(backend, rank, 2, port)
-        programs.append(start(PROGRAMS / "differing.py", case, fields, backend=backend, PYTHONPATH=str(ROOT), **place))
+        programs.append(start(PROGRAMS / "alone.py", case, fields, backend=backend, **place))
     return ended(programs, 60)
 
 

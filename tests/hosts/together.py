@@ -2,10 +2,8 @@
 
 import json
 import socket
-import subprocess
-import sys
 
-from tests.helpers import PROGRAMS, ROOT, environment, finish, result_of, run, start
+from tests.helpers import PROGRAMS, ROOT, finish, result_of, run, start
 
 PROGRAM = PROGRAMS / "hosts.py"
 
@@ -32,16 +30,7 @@ def started(number, program=PROGRAM, variables=(), warm=None, **settings):
     """One process of the program for each host; with a backend that is there already, if each is one rank."""
     port, text = free_port(), json.dumps(settings)
     places = [dict(variables) | place_in_run(settings["backend"], rank, number, port) for rank in range(number)]
-    if warm is not None:
-        return [start(program, text, backend=warm, **place) for place in places]
-    return [
-        subprocess.Popen(
-            [sys.executable, str(program), text],
-            cwd=ROOT, env=environment(PYTHONPATH=str(ROOT), **place),
-            text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for place in places
-    ]  # fmt: skip
+    return [start(program, text, backend=warm, PYTHONPATH=str(ROOT), **place) for place in places]
 
 
 def results_of(processes, timeout=200):

@@ -1,13 +1,14 @@
 """Trains models whose layers add losses (`add_loss`), or keep what they see, in Keras' own steps."""
 
+import chosen_backend  # noqa: F401
+import keras
 import numpy as np
+from keras import layers, ops
 from own_steps_base import BATCH, ROWS, fitted, main, numbers
 
 
 def vae(runner):
     """A layer that samples and adds a mean over rows; no targets, no loss but what is added and an output's."""
-    import keras
-    from keras import layers, ops
 
     class Sampling(layers.Layer):
         def __init__(self, **kwargs):
@@ -38,8 +39,6 @@ def vae(runner):
 
 def sums(runner):
     """A subclassed model that adds a sum over the rows and a penalty of weights, and weighs them in `compute_loss`."""
-    import keras
-    from keras import layers, ops
 
     class Regularized(layers.Layer):
         """Has an activity regularizer of its own, and adds a loss as well."""
@@ -78,8 +77,6 @@ def sums(runner):
 
 def one_sided(runner):
     """The first rows add nothing, later ones do. Called twice in a pass."""
-    import keras
-    from keras import layers, ops
 
     class Hinge(layers.Layer):
         def call(self, x):
@@ -96,8 +93,6 @@ def one_sided(runner):
 
 def kept(runner):
     """Layers that assign what they see of the rows to variables, before they use them or after."""
-    import keras
-    from keras import layers, ops
 
     class Range(layers.Layer):
         """A running maximum, as observers of quantization keep it; in evaluation, too."""
@@ -172,8 +167,6 @@ def kept(runner):
 
 def counted(runner):
     """A model that counts its steps, for a weight of its loss, in `call`."""
-    import keras
-    from keras import layers, ops
 
     class Model(keras.Model):
         def __init__(self):

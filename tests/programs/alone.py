@@ -1,9 +1,10 @@
 """Lets one rank do something alone, in the way that MODE says, and tells when.
 
-python alone.py BACKEND NUM_DEVICES MODE HANG_TIMEOUT
+python alone.py MODE FIELDS: a method of `Ranks`, and fields of kerasdp.Config in JSON
 """
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ class Ranks:
         import keras
 
         self.runner, self.rank = runner, runner.strategy.processes.rank
+        self.last = runner.strategy.processes.num_processes - 1
         self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         with runner.scope():
             self.model = self.new_model(3)
@@ -37,12 +39,12 @@ class Ranks:
     def fit(self, x=X, y=Y, epochs=2, **arguments):
         return self.runner.fit(self.model, x, y, batch_size=8, epochs=epochs, verbose=0, **arguments)
 
-    def trouble(self, what, ranks=(1,)):
-        """A callback that does something on some ranks alone."""
+    def trouble(self, what, ranks=()):
+        """A callback that does something on some ranks alone, or on the last one."""
         import keras
 
         def on_train_batch_end(number, logs=None):
-            if number == 3 and self.rank in ranks:
+            if number == 3 and self.rank in (ranks or (self.last,)):
                 self.begin()
                 what()
 
@@ -50,6 +52,9 @@ class Ranks:
 
     def begin(self):
         os.write(1, b"BEGIN %f\n" % time.time())  # whole lines, of two processes
+
+    def nothing(self):
+        self.fit()
 
     def evaluates_before_fit(self):
         self.fit()
@@ -99,6 +104,27 @@ class Ranks:
         self.begin()
         self.fit(np.random.default_rng(self.rank).random(X.shape))
 
+    def has_other_weights(self):
+        self.begin()
+        self.model.get_layer("dense").bias.assign_add(np.full(3, self.rank))
+        self.fit()
+
+    def raises_before(self):
+        if self.rank == 1:
+            raise RuntimeError("the second host gives up")
+        self.fit()
+
+    def stops_within(self):
+        self.fit(callbacks=self.trouble(lambda: setattr(self.model, "stop_training", True)))
+
+    def fills_the_memory(self):
+        import keras
+
+        self.fit(callbacks=self.trouble(lambda: keras.ops.zeros((10**7, 10**8))))
+
+    def drifts(self):
+        self.fit(callbacks=self.trouble(lambda: drift(self.runner, self.model)))
+
     def validates(self):
         self.begin()
         self.fit(validation_data=(X, Y) if self.rank == 1 else None)
@@ -133,17 +159,31 @@ class Ranks:
     def works_after_fit(self):
         self.fit()
         if self.runner.is_chief:
-            time.sleep(float(sys.argv[4]) + 2)
+            time.sleep(self.runner.config.hang_timeout + 2)
+
+
+def drift(runner, model):
+    """Changes a weight on one replica alone."""
+    weight = model.trainable_variables[0]
+    if runner.config.backend == "torch":
+        weight.assign(weight.value * 1.001)
+    elif runner.config.backend == "tensorflow":
+        copies = runner.strategy.mirrored.experimental_local_results(weight.value)
+        copies[-1].assign(copies[-1] * 1.001)
+    else:
+        import jax
+
+        model.jax_state_sync()
+        shards = [shard.data for shard in weight.value.addressable_shards]
+        shards[-1] = shards[-1] * 1.001
+        weight._value = jax.make_array_from_single_device_arrays(weight.shape, weight.value.sharding, shards)
 
 
 def train(runner):
     ranks = Ranks(runner)
-    getattr(ranks, sys.argv[3])()
+    getattr(ranks, sys.argv[1])()
     os.write(1, b"ENDS\n")
 
 
 if __name__ == "__main__":
-    backend, count, _, hang_timeout = sys.argv[1:]
-    kerasdp.launch(
-        train, backend=backend, num_devices=int(count), device="cpu", hang_timeout=float(hang_timeout) or None
-    )
+    kerasdp.launch(train, **{"device": "cpu", "verbose": 0} | json.loads(sys.argv[2]))

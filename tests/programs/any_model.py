@@ -4,9 +4,9 @@ python any_model.py BACKEND NUM_DEVICES [CASE...]
 """
 
 import functools
-import os
 import sys
 
+import chosen_backend  # noqa: F401
 import model_kinds  # noqa: F401  # holds cases, as does the next
 import model_methods  # noqa: F401
 from model_case import CASES
@@ -32,7 +32,6 @@ def outcome(function, runner):
 
 if __name__ == "__main__":
     backend, num_devices, *names = sys.argv[1:]
-    os.environ["KERAS_BACKEND"] = backend
     if num_devices == "1":  # else it would have to be sent to other processes, and nothing starts
         make_before()
     printed(functools.partial(train, names=names), backend, num_devices)

@@ -11,20 +11,6 @@ from starting import printed
 import kerasdp
 
 
-def runs_of_graphs():
-    """The graphs that torch runs, from now on."""
-    from kerasdp.backends.torch.compiled_step import CompiledStep
-
-    run, runs = CompiledStep._run, []
-
-    def counted(self, graph, data):
-        runs.append(graph)
-        return run(self, graph, data)
-
-    CompiledStep._run = counted
-    return runs
-
-
 def programs_of_jax():
     """The seconds that JAX compiled each program, from now on."""
     import jax
@@ -42,8 +28,7 @@ def programs_of_jax():
 def train(runner):
     import keras
 
-    backend = runner.config.backend
-    counted = {"torch": runs_of_graphs, "jax": programs_of_jax}.get(backend, list)()
+    compiled = programs_of_jax() if runner.config.backend == "jax" else []
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     optimizer, mean = keras.optimizers.SGD(0.01), keras.metrics.Mean()
     calls = []
@@ -57,13 +42,12 @@ def train(runner):
         mean.update_state(loss)
         return mean.result()
 
-    means, num_calls, num_counted = [], [], []
+    means, num_calls, num_compiled = [], [], []
     for batch in runner.batches(np.ones((32, 4)), batch_size=8, epochs=2):
         means.append(float(step(batch)))
         num_calls.append(len(calls))
-        num_counted.append(len(counted))
-    graphs = len(set(map(id, counted)))
-    return {"means": means, "calls": num_calls, "counted": num_counted, "graphs": graphs}
+        num_compiled.append(len(compiled))
+    return {"means": means, "calls": num_calls, "compiled": num_compiled}
 
 
 if __name__ == "__main__":

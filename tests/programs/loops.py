@@ -1,6 +1,9 @@
 """Trains by loops of one's own, each written once for all backends."""
 
+import chosen_backend  # noqa: F401
+import keras
 import numpy as np
+from keras import layers, ops
 from own_steps_base import BATCH, ROWS, main, numbers
 
 import kerasdp
@@ -29,17 +32,12 @@ def minimize(loss_of, model, optimizer, has_aux=False):
 
 
 def dense(*sizes, activation="tanh"):
-    import keras
-
     hidden = [keras.layers.Dense(size, activation) for size in sizes[1:-1]]
     return keras.Sequential([keras.Input((sizes[0],)), *hidden, keras.layers.Dense(sizes[-1])])
 
 
 def wgan(runner):
     """A gradient penalty, and several steps of the critic for one of the generator: two functions."""
-    import keras
-    from keras import ops
-
     with runner.scope():
         critic, maker = dense(4, 8, 1), dense(3, 8, 4)
         for_critic, for_maker = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)
@@ -81,9 +79,6 @@ def wgan(runner):
 
 def momentum_contrast(runner):
     """A momentum encoder, and a queue of what it saw, of all rows; two views of each sample."""
-    import keras
-    from keras import ops
-
     with runner.scope():
         coder, momentum = dense(4, 8, 3), dense(4, 8, 3)
         optimizer, seeds = keras.optimizers.SGD(0.05, momentum=0.9), keras.random.SeedGenerator(2)
@@ -114,9 +109,6 @@ def momentum_contrast(runner):
 
 def maml(runner):
     """Each row is a task: an inner update by each task's own gradient, through which the outer one is taken."""
-    import keras
-    from keras import ops
-
     with runner.scope():
         slope, shift = keras.Variable(numbers(1, 3)), keras.Variable(numbers(2, 3))
         optimizer = keras.optimizers.Adam(0.02)
@@ -143,9 +135,6 @@ def maml(runner):
 
 def style(runner):
     """The pixels of an image are trained: variables that are no weights, by a step without a batch."""
-    import keras
-    from keras import layers, ops
-
     with runner.scope():
         features = keras.Sequential([keras.Input(IMAGES), layers.Conv2D(4, 3, activation="relu"), layers.Conv2D(4, 3)])
         image, optimizer = keras.Variable(numbers(0, 1, *IMAGES)), keras.optimizers.Adam(0.05)
@@ -168,8 +157,6 @@ def style(runner):
 
 def supervised(runner):
     """The loop beside `fit`: the same curve."""
-    import keras
-    from keras import layers
     from learn_classes import StepLosses
 
     def made():
@@ -202,9 +189,6 @@ def supervised(runner):
 
 def norm_of_replicas(runner):
     """Batch norm after a loop of one's own and after `fit`, with --batch_norm=replica; a row alone ends the epoch."""
-    import keras
-    from keras import layers
-
     x, y = numbers(0, 3 * BATCH + 1, 8, 8, 3), np.arange(3 * BATCH + 1) % 3
     found = {}
     for way in ("loop", "fit"):
@@ -236,9 +220,6 @@ def norm_of_replicas(runner):
 
 def scaled(runner):
     """A scaled loss, in a loop whose second batch of each epoch overflows, so that its update is left out."""
-    import keras
-    from keras import ops
-
     with runner.scope():
         model = dense(4, 8, 3)
         optimizer = keras.optimizers.LossScaleOptimizer(

@@ -12,6 +12,13 @@ import kerasdp
 from kerasdp.errors import ReplicasDifferError
 
 
+def said(call):
+    try:
+        return f"gave {call()}"
+    except (kerasdp.UserError, ReplicasDifferError) as error:
+        return str(error)
+
+
 def train(runner):
     import keras
     from keras import layers, ops
@@ -43,13 +50,11 @@ def train(runner):
         return loss * 2 if loss > 0.1 else loss
 
     def other_framework(x):
-        if keras.backend.backend() == "tensorflow":
-            import torch
-
-            return minimized(lambda: ops.mean(torch.relu(model(x))))
-        import tensorflow as tf
-
-        return minimized(lambda: ops.mean(tf.nn.relu(model(x))))
+        if keras.backend.backend() == "torch":
+            from jax.nn import relu
+        else:
+            from torch import relu
+        return minimized(lambda: ops.mean(relu(model(x))))
 
     def gradient_of_integers(x):
         return kerasdp.value_and_grad(lambda: ops.mean(model(x)), [counts])()[0]
@@ -88,35 +93,22 @@ def train(runner):
     def nothing(x):
         minimized(lambda: ops.mean(ops.square(model(x))))
 
-    found, x = {}, np.random.RandomState(0).randn(16, 4).astype("float32")
-    for step in (
+    x = np.random.RandomState(0).randn(16, 4).astype("float32")
+    steps = (
         makes_variable, makes_layer, numpy_inside, condition, other_framework, gradient_of_integers, not_called, text,
         integers, masked_mean, step_in_step, sum_of_rows, vector, largest, unseeded, nothing,
-    ):  # fmt: skip
-        try:
-            found[step.__name__] = f"gave {runner.step(step)(x)}"
-        except kerasdp.UserError as error:
-            found[step.__name__] = str(error)
+    )  # fmt: skip
+    found = {step.__name__: said(lambda step=step: runner.step(step)(x)) for step in steps}
     for name, call in {
         "log": lambda: runner.log({}),
         "not_built": lambda: runner.checkpoint(models=model, optimizers=keras.optimizers.Adam()),
         "no_optimizer": lambda: runner.checkpoint(models=model, optimizers=[]),
         "wrong_part": lambda: runner.checkpoint(models=optimizer, optimizers=optimizer),
         "reduction": lambda: runner.step(nothing, returns="median"),
+        "other_arrays": lambda: runner.step(nothing)(x + runner.is_chief),
+        "rows_of_trial": lambda: runner.step(lambda x: ops.mean(model(x) + ops.zeros((16, 3))))(x),
     }.items():
-        try:
-            found[name] = f"gave {call()}"
-        except kerasdp.UserError as error:
-            found[name] = str(error)
-    try:
-        found["other_arrays"] = f"gave {runner.step(nothing)(x + runner.is_chief)}"
-    except kerasdp.UserError as error:
-        found["other_arrays"] = str(error)
-    try:
-        runner.step(lambda x: ops.mean(model(x) + ops.zeros((16, 3))))(x)
-        found["rows_of_trial"] = "gave"
-    except kerasdp.UserError as error:
-        found["rows_of_trial"] = str(error)
+        found[name] = said(call)
     # In the order of the function, and of the data, whatever is read ahead; with loops within loops.
     keys = runner.step(lambda batch: {"z": ops.mean(batch[0]), "a": ops.mean(batch[1])})
     rows = np.arange(29.0)[:, None]
@@ -126,13 +118,13 @@ def train(runner):
         within = [f"{float(keys(inner)['z']):g}" for inner in runner.batches(rows, -rows, batch_size=15, shuffle=False)]
     found["order"] = " ".join([*seen, *within])
     found["read"] = f"{float(optimizer.learning_rate):g} {int(optimizer.iterations)}"
-    try:  # the last, since the models differ then
+
+    def parted():
         for _ in runner.steps(1):
             runner.step(nothing)(x)
             weights[0].assign(ops.ones((4, 3)) * runner.is_chief)
-        found["parted"] = "gave nothing"
-    except ReplicasDifferError as error:
-        found["parted"] = str(error)
+
+    found["parted"] = said(parted)  # the last, since the models differ then
     return found
 
 

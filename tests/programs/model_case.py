@@ -1,5 +1,6 @@
 """What the cases of `any_model.py` share: their data, and a small model."""
 
+import keras
 import numpy as np
 
 RANDOM = np.random.RandomState(0)
@@ -13,8 +14,6 @@ def case(function):
 
 
 def make(runner, build, optimizer=None, metrics=None):
-    import keras
-
     with runner.scope():
         model = build()
         compile_it(model, optimizer or keras.optimizers.SGD(0.1, momentum=0.9), metrics)
@@ -22,8 +21,6 @@ def make(runner, build, optimizer=None, metrics=None):
 
 
 def compile_it(model, optimizer, metrics=None):
-    import keras
-
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=metrics)
 
 
@@ -33,14 +30,10 @@ def fit(runner, model, **kwargs):
 
 def sums(model):
     """Of each weight: equal where the weights are, up to round-off."""
-    import keras
-
     return sorted(float(np.abs(keras.ops.convert_to_numpy(weight).astype("float64")).sum()) for weight in model.weights)
 
 
 def mlp():
-    import keras
-
     layers = [
         keras.layers.Dense(8, "relu", name="first"),
         keras.layers.Dropout(0.3),

@@ -1,5 +1,6 @@
 """Cases of `any_model.py`: models that change between two fits, or were made or are called somewhere else."""
 
+import keras
 import numpy as np
 from model_case import X, Y, case, compile_it, fit, make, mlp, sums
 
@@ -16,8 +17,6 @@ def all_frozen(runner):
 @case
 def lora(runner):
     """Enabled between two fits, with a second `compile`."""
-    import keras
-
     model = make(runner, mlp)
     losses = fit(runner, model)
     with runner.scope():
@@ -62,7 +61,6 @@ def unfrozen_without_compile(runner):
 @case
 def session_cleared(runner):
     """With `keras.utils.clear_session()` before the second model, which gets a seed generator when it is trained."""
-    import keras
 
     class DropPath(keras.layers.Layer):
         def call(self, x, training=False):
@@ -77,8 +75,6 @@ def session_cleared(runner):
 @case
 def methods_of_the_model(runner):
     """`model.fit`, `evaluate` and `predict` mean the runner's."""
-    import keras
-
     model, other = (make(runner, mlp) for _ in range(2))
     arguments = {"batch_size": 7, "epochs": 2, "verbose": 0, "validation_data": (X, Y)}
     histories = [model.fit(X, Y, **arguments).history, runner.fit(other, X, Y, **arguments).history]
@@ -99,8 +95,6 @@ def train_on_batch(runner):
 
 @case
 def several_optimizers(runner):
-    import keras
-
     each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
     return fit(runner, make(runner, mlp, keras.optimizers.MultiOptimizer(each)))
 
@@ -120,7 +114,5 @@ def optimizer_made_before_launch(runner):
 
 def make_before():
     """In each process of a run, as the top of a script would."""
-    import keras
-
     MADE_BEFORE[:] = [mlp(), keras.optimizers.SGD(0.1)]
     compile_it(MADE_BEFORE[0], keras.optimizers.SGD(0.1))

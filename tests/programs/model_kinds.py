@@ -1,5 +1,6 @@
 """Cases of `any_model.py`: models that are built or called in other ways than most."""
 
+import keras
 import numpy as np
 from model_case import RANDOM, X, Y, case, compile_it, fit, make, mlp, sums
 
@@ -9,7 +10,6 @@ import kerasdp
 @case
 def never_called(runner):
     """A layer that `call` does not use is never built."""
-    import keras
 
     class Model(keras.Model):
         def __init__(self):
@@ -26,7 +26,6 @@ def never_called(runner):
 @case
 def called_in_training(runner):
     """An auxiliary head: Keras builds models by a call that is none of training."""
-    import keras
 
     class Model(keras.Model):
         def __init__(self):
@@ -43,7 +42,6 @@ def called_in_training(runner):
 @case
 def equal_paths(runner):
     """Two towers whose layers have the same names, so that their weights have the same paths."""
-    import keras
 
     class Model(keras.Model):
         def __init__(self):
@@ -64,7 +62,6 @@ def equal_paths(runner):
 @case
 def mask_and_unused_weights(runner):
     """Outputs that carry a mask, one of them without a loss, so that some weights are not trained."""
-    import keras
 
     def build():
         inputs = keras.Input((6,), dtype="int32")
@@ -83,7 +80,6 @@ def mask_and_unused_weights(runner):
 @case
 def weight_of_the_loss(runner):
     """A weight that the loss alone uses, beside some that nothing does."""
-    import keras
 
     class Model(keras.Model):
         def __init__(self):
@@ -109,7 +105,6 @@ def weight_of_the_loss(runner):
 @case
 def used_from_the_second_epoch_on(runner):
     """A branch that is switched on later: its weights have no gradients before."""
-    import keras
 
     class Model(keras.Model):
         def __init__(self):
@@ -135,7 +130,6 @@ def used_from_the_second_epoch_on(runner):
 @case
 def loss_that_draws(runner):
     """With a seed generator that the model holds, so that each backend keeps its state."""
-    import keras
 
     class Model(keras.Sequential):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -154,8 +148,6 @@ def loss_that_draws(runner):
 @case
 def loss_whose_generator_the_model_does_not_hold(runner):
     """Refused on jax, where each step would draw the same numbers; elsewhere each draws others."""
-    import keras
-
     with runner.scope():
         noise = keras.random.SeedGenerator(3)
         model = mlp()
@@ -174,7 +166,6 @@ def loss_whose_generator_the_model_does_not_hold(runner):
 @case
 def own_batch_norm(runner):
     """A class of the user's, which adds nothing; and the model is a plain one of Keras after its training."""
-    import keras
 
     class Norm(keras.layers.BatchNormalization):
         pass
@@ -189,7 +180,6 @@ def own_batch_norm(runner):
 @case
 def assigned_in_call(runner):
     """A layer that assigns to a weight that is trained: of values the gradient would be another."""
-    import keras
 
     class Normed(keras.layers.Dense):
         def call(self, inputs, training=False):
@@ -217,7 +207,6 @@ def refused(function, words):
 @case
 def layers_of_their_own_kind(runner):
     """One that gives a number with its tensor, a batch norm that is never in training, a `call` bound to one layer."""
-    import keras
 
     class Patches(keras.layers.Layer):
         def __init__(self, name):
@@ -250,7 +239,6 @@ def layers_of_their_own_kind(runner):
 @case
 def only_predicts(runner):
     """Neither compiled nor called before, and without a `build` of its own."""
-    import keras
 
     class Model(keras.Model):
         def __init__(self):
@@ -270,8 +258,6 @@ def only_predicts(runner):
 
 @case
 def stateful(runner):
-    import keras
-
     layers = [keras.layers.LSTM(6, stateful=True), keras.layers.Dense(3)]
     model = make(runner, lambda: keras.Sequential(layers))
     x = RANDOM.randn(14, 3, 4).astype("float32")

@@ -1,19 +1,17 @@
 """Cases of `any_model.py`: models with methods of their own, tasks with their preprocessing among them."""
 
+import keras
 import numpy as np
 from model_case import X, Y, case, fit, make, mlp, sums
 
 
 def rate(model):
-    import keras
-
     return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
 
 
 @case
 def own_fit(runner):
     """A `fit` that adds a callback, and calls `super()`, is heeded, whichever way it is called."""
-    import keras
 
     class Halve(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -32,7 +30,6 @@ def own_fit(runner):
 @case
 def fit_by_fit(runner):
     """In a loop of single epochs, whose samples come in new orders, and with a callback that evaluates."""
-    import keras
 
     class Evaluate(keras.callbacks.Callback):
         found = 0.0
@@ -53,7 +50,6 @@ def fit_by_fit(runner):
 @case
 def data_that_draws(runner):
     """By `keras.random`, whose numbers Keras makes otherwise with each backend; in threads of its own."""
-    import keras
 
     class Data(keras.utils.PyDataset):
         def __init__(self):
@@ -78,7 +74,6 @@ def data_that_draws(runner):
 @case
 def data_of_its_own_kind(runner):
     """Attributes named as a source's, targets that a loss knows to be none, missing numbers that a layer replaces."""
-    import keras
 
     class Loss(keras.losses.SparseCategoricalCrossentropy):
         def call(self, y_true, y_pred):
@@ -113,8 +108,6 @@ def data_of_its_own_kind(runner):
 
 @case
 def own_loop(runner):
-    import keras
-
     class Model(keras.Sequential):
         def fit(self, *args, **kwargs):
             return "trained somehow"
@@ -124,7 +117,6 @@ def own_loop(runner):
 
 def pipeline_model():
     """A class in the manner of KerasHub's PipelineModel and its tasks."""
-    import keras
 
     class PipelineModel(keras.Model):
         def preprocess_samples(self, x, y=None, sample_weight=None):
@@ -187,6 +179,4 @@ def task(runner):
 
 @case
 def method_of_task(runner):
-    import keras
-
     return keras.Model.fit(pipeline_model(), TEXTS, Y)

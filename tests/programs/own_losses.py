@@ -5,16 +5,18 @@ A case is `looped` or `fitted`, and a name.
 
 import functools
 
+import chosen_backend  # noqa: F401
+import keras
 import numpy as np
+from keras import layers, ops
 from own_steps_base import main
 
 import kerasdp
 
 BATCH, ROWS, TOKENS = 16, 43, 8
 NAMES = (
-    "texts", "texts_with_drawn_masks", "segmentation_of_keras", "dice_of_batch", "contrastive",
-    "triplet", "weighted_labels", "ctc_by_lengths", "root_of_mean", "correlation", "sum_of_rows", "right_texts_of_all",
-    "right_texts_gathered", "right_texts_by_rows", "right_contrastive", "right_weights", "right_root",
+    "texts", "texts_with_drawn_masks", "segmentation_of_keras", "contrastive", "ctc_by_lengths", "correlation",
+    "sum_of_rows", "right_texts_of_all", "right_texts_gathered", "right_contrastive", "right_root",
 )  # fmt: skip
 
 
@@ -36,9 +38,6 @@ def data():
 
 def losses():
     """Returns the losses by name: functions of the network and of a batch. Those that begin with `right` are means."""
-    import keras
-    from keras import ops
-
     all_rows, cross_entropy = kerasdp.all_rows, keras.losses.sparse_categorical_crossentropy
     seeds = keras.random.SeedGenerator(5)
 
@@ -61,10 +60,6 @@ def losses():
         counts = all_rows(ops.sum(mask, axis=1))
         return ops.mean(ops.sum(values * mask, axis=1)) / ops.maximum(ops.mean(counts), 1e-9)
 
-    def by_rows(values, mask):
-        axes = tuple(range(1, len(values.shape)))
-        return ops.mean(ops.sum(values * mask, axis=axes) / ops.maximum(ops.sum(mask, axis=axes), 1.0))
-
     def unit(net, image):
         found = net.features(image)
         return found / ops.norm(found, axis=1, keepdims=True)
@@ -81,32 +76,15 @@ def losses():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
         return loss(batch["labels"], net.pixels(batch["image"]))
 
-    def dice_of_batch(net, batch):
-        found, there = ops.softmax(net.pixels(batch["image"])), ops.one_hot(ops.maximum(batch["labels"], 0), 4)
-        return 1 - 2 * ops.sum(found * there) / ops.sum(found**2 + there)
-
     def contrastive(net, batch):
         alike = ops.matmul(unit(net, batch["image"]), ops.transpose(unit(net, ops.flip(batch["image"], 1)))) * 5
         return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
-
-    def triplet(net, batch):
-        found = unit(net, batch["image"])
-        apart = ops.sum(ops.square(found[:, None] - found[None]), axis=-1)
-        same = ops.cast(batch["class"][:, None] == batch["class"][None], "float64")
-        hardest = ops.max(apart * same, axis=1) - ops.min(apart + 9 * same, axis=1)
-        return ops.mean(ops.relu(hardest + 1.0))
-
-    def weighted_labels(net, batch):
-        return ratio(of_classes(net, batch), ops.take(ops.array([1.0, 2.0, 5.0, 0.5]), batch["class"]))
 
     def ctc_by_lengths(net, batch):
         outputs, short = net.words(batch["text"]), ops.full((ops.shape(batch["text"])[0],), 2, "int32")
         sizes = ops.cast(batch["lengths"][:, 0], "int32")
         values = ops.ctc_loss(batch["text"][:, :2], outputs, short, sizes, mask_index=0)
         return ops.sum(values) / ops.sum(ops.cast(sizes, values.dtype))
-
-    def root_of_mean(net, batch):
-        return ops.sqrt(ops.mean(of_one(net, batch)))
 
     def correlation(net, batch):
         one, other = net.features(batch["image"])[:, 0], batch["weight"]
@@ -122,16 +100,10 @@ def losses():
     def right_texts_gathered(net, batch):
         return ratio(*map(all_rows, of_tokens(net, batch)))
 
-    def right_texts_by_rows(net, batch):
-        return by_rows(*of_tokens(net, batch))
-
     def right_contrastive(net, batch):
         one, other = all_rows(unit(net, batch["image"])), all_rows(unit(net, ops.flip(batch["image"], 1)))
         alike = ops.matmul(one, ops.transpose(other)) * 5
         return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
-
-    def right_weights(net, batch):
-        return ops.mean(of_classes(net, batch) * batch["weight"])
 
     def right_root(net, batch):
         return ops.sqrt(ops.mean(all_rows(of_one(net, batch))))
@@ -142,8 +114,6 @@ def losses():
 
 def network(loss_of, seeds):
     """A model with heads for texts, pixels and features, of which a loss uses one; its step is that loss's."""
-    import keras
-    from keras import layers
 
     class Network(keras.Model):
         def __init__(self):
@@ -171,8 +141,6 @@ def looped(runner, model):
 
 def fitted(runner, model):
     """In `fit`."""
-    import keras
-
     found = []
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(float(logs["loss"])))
     runner.fit(model, data(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[note])
@@ -180,8 +148,6 @@ def fitted(runner, model):
 
 
 def trained(way, name, runner):
-    import keras
-
     with runner.scope():
         known, seeds = losses()
         model = network(known[name], seeds)

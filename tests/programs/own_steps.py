@@ -2,7 +2,10 @@
 in the form of each backend's guide.
 """
 
+import chosen_backend  # noqa: F401
+import keras
 import numpy as np
+from keras import layers, ops
 from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, main, minimizing, numbers
 from own_steps_clipped import clipped
 from own_steps_contrastive import neighbours
@@ -11,8 +14,6 @@ from own_steps_refused import float8, foreign_numbers, largest_output, not_built
 
 def gan(runner):
     """No `call`, a `compile` of its own, two optimizers that nobody has built; `x` comes alone."""
-    import keras
-    from keras import layers, ops
 
     class Gan(minimizing()):
         def __init__(self):
@@ -64,8 +65,6 @@ def gan(runner):
 
 def vae(runner):
     """Samples drawn in the step, a `test_step`, a `predict_step`, and a regularized layer."""
-    import keras
-    from keras import layers, ops
 
     class Vae(minimizing()):
         def __init__(self):
@@ -116,8 +115,6 @@ def vae(runner):
 
 def steps_of_keras(runner):
     """Steps that only add to Keras' own, with losses, metrics, sample weights and a penalty."""
-    import keras
-    from keras import layers
 
     class Counting(keras.Model):
         num_steps = 0
@@ -147,8 +144,6 @@ def steps_of_keras(runner):
 
 def as_in_the_guide(runner):
     """A loop over all metrics, among them a dictionary of `compile`'s; an embedding, whose gradient may be sparse."""
-    import keras
-    from keras import layers
 
     class Custom(minimizing()):
         def train_step(self, data):

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+import keras
 import numpy as np
 from starting import printed
 
@@ -49,35 +50,27 @@ def fitted(runner, model, x, y=None, **options):
 
 
 def array_of(weight):
-    import keras
-
     return np.asarray(keras.ops.convert_to_numpy(weight), "float64")
 
 
-class Steps:
-    """Keras' logs after each step: a callback, made when Keras may be imported."""
+class Steps(keras.callbacks.Callback):
+    """Keras' logs after each step."""
 
-    def __new__(cls):
-        import keras
+    def __init__(self):
+        super().__init__()
+        self.values = []
 
-        class Callback(keras.callbacks.Callback):
-            def __init__(self):
-                super().__init__()
-                self.values = []
-
-            def on_train_batch_end(self, batch, logs=None):
-                self.values.append({name: float(value) for name, value in logs.items()})
-
-        return Callback()
+    def on_train_batch_end(self, batch, logs=None):
+        self.values.append({name: float(value) for name, value in logs.items()})
 
 
 def minimizing():
     """Returns a base class whose `minimize(loss_of, weights, optimizer)` takes one step.
 
     By `kerasdp.value_and_grad`, alike on each backend, or, with OWN_STEPS=native, as the backend's guide does.
-    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`.
+    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`. It is made anew for each
+    model: Keras gives it other bases where one is made of inputs and outputs.
     """
-    import keras
 
     class Portable(keras.Model):
         def minimize(self, loss_of, weights, optimizer, has_aux=False):
@@ -117,8 +110,6 @@ def is_native():
 
 def in_form_of_backend(kind):
     """Returns the model's class; of native steps on jax the one of `own_steps_jax`, if it is there."""
-    import keras
-
     if keras.backend.backend() != "jax" or not is_native():
         return kind
     import own_steps_jax

@@ -1,11 +1,11 @@
 """A model that clips its gradients in the step, by the framework's own functions."""
 
+import keras
 from own_steps_base import ROWS, fitted, numbers
 
 
 def clipped(runner):
     """Their norm, which some steps exceed; with torch single numbers after that."""
-    import keras
 
     class Clipped(keras.Model):
         def __init__(self):

@@ -1,6 +1,8 @@
 """A model whose loss compares the samples of the global batch: with `kerasdp.all_rows` it trains on several devices."""
 
+import keras
 import numpy as np
+from keras import layers, ops
 from own_steps_base import ROWS, fitted, in_form_of_backend, minimizing, numbers
 
 import kerasdp
@@ -11,8 +13,6 @@ def neighbours(runner):
 
     One loss is taken of all rows on each device, one of its own rows compared with all.
     """
-    import keras
-    from keras import layers, ops
 
     class Neighbours(minimizing()):
         def __init__(self):

@@ -1,11 +1,12 @@
 """Models whose `train_step` means something else on several devices, or that cannot be trained."""
 
+import keras
+from keras import ops
 from own_steps_base import ROWS, fitted, in_form_of_backend, minimizing, numbers
 
 
 def queue(runner):
     """Keeps what it saw in the last step: each device would keep something else."""
-    import keras
 
     class Queue(minimizing()):
         def __init__(self):
@@ -34,7 +35,6 @@ def queue(runner):
 
 def one_layer(runner, loss_of, change=lambda x: x, metric=None, spare=None):
     """Trains a dense layer by a loss of targets and outputs, with plain SGD; `spare`: an attribute of the model."""
-    import keras
 
     class Sum(minimizing()):
         def __init__(self):
@@ -66,7 +66,6 @@ def one_layer(runner, loss_of, change=lambda x: x, metric=None, spare=None):
 
 def foreign_numbers(runner):
     """Noise from the backend's own generator, which gives the same on each device."""
-    import keras
 
     def noisy(x):
         if keras.backend.backend() == "torch":
@@ -82,7 +81,6 @@ def foreign_numbers(runner):
 
 def largest_output(runner):
     """A metric that does not add up."""
-    from keras import ops
     from learn_classes import MaximumLogit
 
     with runner.scope():
@@ -92,7 +90,6 @@ def largest_output(runner):
 
 def float8(runner):
     """Gradients that are next values, found in the rows of one device; too large there, since its loss is a mean."""
-    import keras
 
     def loss_of(y, outputs):
         return keras.ops.mean(keras.ops.square(y - last(outputs, training=True)))
@@ -106,8 +103,6 @@ def float8(runner):
 
 def spare_optimizer(runner):
     """An optimizer that the first step does not use, of which it is not known what a checkpoint must hold."""
-    import keras
-
     with runner.scope():
         spare = [keras.optimizers.Adam()]
     return one_layer(runner, lambda y, outputs: keras.ops.mean(keras.ops.square(y - outputs)), spare=spare)
@@ -115,7 +110,6 @@ def spare_optimizer(runner):
 
 def not_built(runner):
     """No `call`, and a part that only a call would build."""
-    import keras
 
     class NotBuilt(keras.Model):
         def __init__(self):

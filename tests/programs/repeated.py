@@ -1,6 +1,6 @@
 """Launches runs, or calls `fit`, again and again in one process; prints what the process holds as it goes.
 
-python repeated.py BACKEND NUM_DEVICES WHAT COUNT: WHAT is launches, or fits
+python repeated.py BACKEND NUM_DEVICES WHAT COUNT: WHAT is launches, fits, or "fits of new models"
 """
 
 import gc
@@ -46,40 +46,32 @@ def data():
     return random.randn(64, 8).astype("float32"), random.randint(0, 3, 64)
 
 
-def train_once(runner):
+def train_once(runner, model=None):
     x, y = data()
-    return runner.fit(make_model(runner), x, y, batch_size=16, epochs=1, verbose=0).history["loss"][0]
+    return runner.fit(model or make_model(runner), x, y, batch_size=16, epochs=1, verbose=0).history["loss"][0]
 
 
-def train_often(count, is_same_model, runner):
-    x, y = data()
+def often(once):
+    """The losses of many, and what is held after some."""
     losses, found, begin = [], [], time.monotonic()
-    model = make_model(runner)
-    for number in range(1, count + 1):
-        if not is_same_model and number > 1:
-            model = make_model(runner)
-        losses += runner.fit(model, x, y, batch_size=16, epochs=1, verbose=0).history["loss"]
-        if number in MARKS or number == count:
+    for number in range(1, COUNT + 1):
+        losses.append(once())
+        if number in MARKS or number == COUNT:
             found.append(held(number, begin))
-    return losses, found
+    return {"losses": losses, "held": found}
 
 
-def main():
-    backend, num_devices, what, count = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    choices = {"backend": backend, "num_devices": num_devices, "device": "cpu", "verbose": 0}
-    if what == "launches":
-        losses, found, begin = [], [], time.monotonic()
-        for number in range(1, count + 1):
-            losses.append(kerasdp.launch(train_once, **choices))
-            if number in MARKS or number == count:
-                found.append(held(number, begin))
-    else:
-        import functools
-
-        train = functools.partial(train_often, count, what == "fits")
-        losses, found = kerasdp.launch(train, **choices)
-    print("RESULT " + json.dumps({"losses": losses, "held": found}))
+def train_often(runner):
+    model = make_model(runner) if WHAT == "fits" else None
+    return often(lambda: train_once(runner, model))
 
 
 if __name__ == "__main__":
-    main()
+    backend, num_devices, WHAT, count = sys.argv[1:]
+    COUNT, choices = int(count), {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "verbose": 0}
+    result = (
+        often(lambda: kerasdp.launch(train_once, **choices))
+        if WHAT == "launches"
+        else kerasdp.launch(train_often, **choices)
+    )
+    print("RESULT " + json.dumps(result))

@@ -53,9 +53,5 @@ else:
     model, losses = found["model"], found["history"].history["loss"]
     assert type(model) is Model, type(model)
     assert type(model.loss).__name__ == "Loss"
-    print(
-        "RESULT "
-        + json.dumps(
-            [losses, model.evaluate(X, Y, verbose=0), int(keras.ops.convert_to_numpy(model.optimizer.iterations))]
-        )
-    )
+    num_updates = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+    print("RESULT " + json.dumps([losses, model.evaluate(X, Y, verbose=0), num_updates]))

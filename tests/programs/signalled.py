@@ -41,8 +41,10 @@ def train(runner):
 if __name__ == "__main__":
     if way == "script":
         backend, count, workdir = given[:3]
-        folder = {} if workdir == "-" else {"workdir": workdir, "resume": "RESUME" in os.environ}
-        kerasdp.launch(train, backend=backend, num_devices=int(count), device="cpu", verbose=0, **folder)
+        choices = {} if workdir == "-" else {"workdir": workdir, "resume": "RESUME" in os.environ}
+        if backend == "torch":  # a run that is so long would be compiled, for as long as all else here takes
+            choices["compile"] = "off"
+        kerasdp.launch(train, backend=backend, num_devices=int(count), device="cpu", verbose=0, **choices)
     else:
         sys.argv[1:] = given
         kerasdp.main(train)

@@ -93,6 +93,7 @@ def test_shards_of_a_batch(lesson):
         lesson.split_and_load(np.zeros((4, 4)), ["cpu:0"] * 3)
 
 
+@pytest.mark.proof
 def test_the_answers_of_the_exercises(lesson, monkeypatch):
     """They run one after the other, as a reader runs them; each checks itself."""
     monkeypatch.setitem(sys.modules, "from_scratch", lesson)

@@ -98,12 +98,6 @@ def test_wrong_flags(flags, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_flags():
-    config, backbone, weights, head_epochs, rate = parse_recipe("transfer", ["", "--size=96,64", "--data_dir=photos"])
-    assert (config.dataset, config.batch_size, config.epochs) == ("images(size=(96,64))", 32, 5)
-    assert (backbone, weights, head_epochs, rate) == ("MobileNetV2", "imagenet", 5, 1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "weights", "words"),
     [

@@ -11,19 +11,15 @@ from kerasdp.config import Config
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.reporting import recorder as recorder_module
 from kerasdp.reporting.recorder import Progress, Recorder
-from kerasdp.reporting.report import Facts
 from kerasdp.runtime.run_state import Position, RunState
+from tests.reporting.test_report import facts
 
 
 def recorder_for(folder, log_every=2, resume=None, **fit):
     config = Config(backend=keras.backend.backend(), workdir=str(folder), log_every=log_every)
-    facts = Facts(
-        config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1, model="m",
-        global_batch_size=4,
-    )  # fmt: skip
     state = RunState()
     state.begin_fit(**({"batch_size": 4, "num_batches": 5, "epochs": 2} | fit))
-    recorder = Recorder(state, facts, folder=str(folder), peak_memory_bytes=lambda: 7)
+    recorder = Recorder(state, facts(folder, config=config), folder=str(folder), peak_memory_bytes=lambda: 7)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.25), "mse")
     recorder.set_model(model)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import types
 
@@ -11,9 +10,8 @@ import pytest
 from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import UserError
 from kerasdp.runtime import devices
-from kerasdp.runtime.devices import Devices
+from tests import helpers
 from tests.helpers import BACKENDS as INSTALLED
-from tests.helpers import ROOT, environment
 
 
 def test_a_backend_that_is_not_installed(monkeypatch, tmp_path):
@@ -73,60 +71,37 @@ def keras_with(name):
     return types.SimpleNamespace(config=types.SimpleNamespace(backend=lambda: name))
 
 
-def test_a_choice_that_does_not_fit_the_devices_that_are_found():
-    with pytest.raises(UserError, match="--accumulate: expected at most 8, a device's samples. Received: 9"):
-        devices.choose_devices(Config(accumulate=9, batch_size=16), 2)
-    with pytest.raises(UserError, match="one device holds all of the model"):
-        devices.choose_devices(Config(shard="weights"), 0)
+@pytest.mark.parametrize(
+    ("choices", "there", "expected"),
+    [
+        ({}, (0,), "1 virtual CPU device (no GPU found)"),
+        ({"num_devices": 4}, (0,), "4 virtual CPU devices (no GPU found)"),
+        ({"num_devices": 4, "device": "cpu"}, (2,), "4 virtual CPU devices (as asked)"),
+        ({"num_devices": 1, "device": "gpu"}, (3,), "1 GPU"),
+        ({}, (3,), "3 GPUs"),
+        ({}, (4, "tpu"), "4 TPUs"),
+        ({"device": "tpu", "num_devices": 1, "backend": "jax"}, (4, "tpu"), "1 TPU"),
+        ({"strategy": "tensor", "batch_size": 2, "num_devices": 4}, (4,), "4 GPUs"),  # the batch is not split
+    ],
+)
+def test_choice_of_devices(choices, there, expected):
+    assert str(devices.choose_devices(Config(**choices), *there)) == expected
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "num_gpus", "expected"),
+    ("choices", "num_gpus", "words"),
     [
-        (None, "auto", 0, Devices(kind="cpu", count=1, reason="no GPU found")),
-        (4, "auto", 0, Devices(kind="cpu", count=4, reason="no GPU found")),
-        (None, "auto", 3, Devices(kind="gpu", count=3)),
-        (2, "gpu", 3, Devices(kind="gpu", count=2)),
-        (4, "cpu", 2, Devices(kind="cpu", count=4, reason="as asked")),
+        ({"num_devices": 4}, 2, "--gpus: there are 2. Received: 4"),
+        ({"num_devices": 2, "device": "gpu"}, 1, "--gpus: there is 1. Received: 2"),
+        ({"num_devices": 1, "device": "gpu"}, 0, "sees no GPU"),
+        ({"batch_size": 4}, 8, "expected at least 8 for 8 devices. Received: 4"),
+        ({"accumulate": 9, "batch_size": 16}, 2, "--accumulate: expected at most 8, a device's samples. Received: 9"),
+        ({"shard": "weights"}, 0, "one device holds all of the model"),
     ],
 )
-def test_choice_of_devices(asked, device, num_gpus, expected):
-    assert devices.choose_devices(Config(num_devices=asked, device=device), num_gpus) == expected
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "num_gpus", "words"),
-    [
-        (4, "auto", 2, "--gpus: there are 2. Received: 4"),
-        (2, "gpu", 1, "--gpus: there is 1. Received: 2"),
-        (1, "gpu", 0, "sees no GPU"),
-    ],
-)
-def test_devices_that_are_not_there(asked, device, num_gpus, words):
+def test_a_choice_that_does_not_fit_the_devices_that_are_found(choices, num_gpus, words):
     with pytest.raises(UserError, match=words):
-        devices.choose_devices(Config(num_devices=asked, device=device), num_gpus)
-
-
-def test_any_accelerator_counts():
-    found = devices.choose_devices(Config(), 4, "tpu")
-    assert found == Devices(kind="tpu", count=4)
-    assert str(found) == "4 TPUs"
-    assert devices.choose_devices(Config(device="tpu", num_devices=1, backend="jax"), 4, "tpu").count == 1
-
-
-def test_all_gpus_must_get_a_sample():
-    with pytest.raises(UserError, match="expected at least 8 for 8 devices. Received: 4"):
-        devices.choose_devices(Config(batch_size=4), 8)
-
-
-def test_a_batch_that_is_not_split_may_be_small():
-    settings = Config(strategy="tensor", batch_size=2, num_devices=4)
-    assert devices.choose_devices(settings, 4).count == 4
-
-
-def test_devices_in_words():
-    assert str(Devices(kind="cpu", count=4, reason="no GPU found")) == "4 virtual CPU devices (no GPU found)"
-    assert str(Devices(kind="gpu", count=1)) == "1 GPU"
+        devices.choose_devices(Config(**choices), num_gpus)
 
 
 def test_keras_with_another_backend_cannot_be_changed(monkeypatch):
@@ -148,21 +123,22 @@ def test_what_is_compiled_is_kept_where_nobody_else_can_write(monkeypatch, tmp_p
     assert devices.cache_folder("torch") is None
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("torch" not in INSTALLED, reason="needs torch")
-def test_torch_compiles_into_no_folder_that_anybody_can_make(tmp_path):
+def test_torch_compiles_into_no_folder_that_anybody_can_make(tmp_path, monkeypatch):
     """Without a HOME, Inductor itself would take one in the temporary folder, by the name of the user."""
     program = (
         "import os; from kerasdp.backends.torch.devices import Config, Devices, device_of_process\n"
         "device_of_process(Devices(kind='cpu', count=1), Config(backend='torch'))\n"
         "folder = os.environ['TORCHINDUCTOR_CACHE_DIR']; print(folder, oct(os.stat(folder).st_mode))"
     )
-    env = environment(HOME="/dev/null", XDG_CACHE_HOME="", TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
-    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    done = helpers.run("-c", program, HOME="/dev/null", XDG_CACHE_HOME="", TMPDIR=str(tmp_path))
     assert done.stdout.startswith(f"{tmp_path}/kerasdp-") and done.stdout.endswith(" 0o40700\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.proof
 def test_a_name_that_needs_keras_takes_a_backend_that_is_there():
     """Keras itself takes TensorFlow, where nobody has chosen."""
     program = (
@@ -170,8 +146,7 @@ def test_a_name_that_needs_keras_takes_a_backend_that_is_there():
         "kerasdp.choose_backend = lambda name: 'jax'; help(kerasdp.RecordSource); import keras; "
         "print(keras.backend.backend(), 'KERAS_BACKEND' in os.environ, 'tensorflow' in sys.modules)"
     )
-    env = {name: value for name, value in environment().items() if name != "KERAS_BACKEND"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    done = helpers.run("-c", program)
     assert done.stdout.splitlines()[-1] == "jax False False", done.stderr
 
 
@@ -189,6 +164,5 @@ print(kerasdp.launch(train, device="cpu", verbose=0))
 @pytest.mark.proof
 @pytest.mark.skipif(len(INSTALLED) < 2 or "tensorflow" not in INSTALLED, reason="needs tensorflow and another backend")
 def test_tensorflow_says_nothing_where_it_only_reads_data():
-    env = environment(KERAS_BACKEND=INSTALLED[0], PYTHONPATH=str(ROOT))
-    done = subprocess.run([sys.executable, "-c", TF_DATA], env=env, capture_output=True, text=True, timeout=200)
+    done = helpers.run("-c", TF_DATA, KERAS_BACKEND=INSTALLED[0])
     assert (done.stdout, done.stderr) == ("6\n", "")

@@ -12,6 +12,7 @@ HUGE = 40  # pages of 100 MB, if they have 2 MiB each; else 24,000
 NUM_BYTES = 100 * 10**6
 
 
+@pytest.mark.short("torch-100000000")
 @pytest.mark.parametrize(("backend", "size"), [("torch", NUM_BYTES), ("jax", 10**6), ("tensorflow", 10**6)])
 def test_what_is_freed_stays_until_the_end(backend, size):
     found = result_of(run(PROGRAMS / "freed_memory.py", backend, size))
@@ -20,6 +21,7 @@ def test_what_is_freed_stays_until_the_end(backend, size):
 
 
 # Of tensorflow and jax a block so large goes back.
+@pytest.mark.proof
 @pytest.mark.parametrize(("backend", "environment"), [("tensorflow", {}), ("torch", {"MALLOC_ARENA_MAX": "4"})])
 def test_not_where_it_does_not_help_or_the_user_has_chosen(backend, environment):
     found = result_of(run(PROGRAMS / "freed_memory.py", backend, NUM_BYTES, **environment))

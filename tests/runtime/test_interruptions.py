@@ -10,12 +10,11 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, Warm, environment, kill_session, left_after, left_in, start
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, kill_session, left_after, left_in, start
 
 NUM_INTERRUPTIONS = int(os.environ.get("KERASDP_INTERRUPTIONS", "200"))
 AT_ONCE = int(os.environ.get("KERASDP_AT_ONCE", str(os.cpu_count() or 1)))
@@ -86,25 +85,17 @@ def started(backend, count, case, *flags):
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(f"import gc\ngc.set_threshold({case.threshold})\n")
     paths = f"{site}{os.pathsep}{ROOT}"
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "recipes" / "train.py"), *arguments], cwd=ROOT, text=True, start_new_session=True,
-        env=environment(PYTHONPATH=paths, TMPDIR=str(temporary)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    return start("recipes/train.py", *arguments, backend=None, PYTHONPATH=paths, TMPDIR=str(temporary))
 
 
 def end_of(process, timeout):
     """Exit code and output; None for a run that does not end, which is killed."""
     try:
-        if isinstance(process, Warm):
-            done = process.finish(timeout)
-            return done.returncode, done.stdout, done.stderr
-        stdout, stderr = process.communicate(timeout=timeout)
-        return process.returncode, stdout, stderr
+        done = finish(process, timeout)
+        return done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
-        output = ("", "") if isinstance(process, Warm) else process.communicate()
-        return None, *output
+        return None, "", ""
 
 
 def losses_of(workdir):

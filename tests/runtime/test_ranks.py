@@ -68,9 +68,7 @@ def test_one_process_is_one(backend, environment):
     ],
 )
 def test_processes_that_would_train_alone_are_refused(backend, environment, words):
-    from kerasdp.errors import from_command_line
-
-    with from_command_line(), pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=words):
         find_ranks(backend, environment)
 
 
@@ -134,11 +132,9 @@ class Two:
 
 
 def test_hosts_that_differ_are_named():
-    from kerasdp.errors import from_command_line
-
     config = Config(backend="torch")
     require_same(Two({}), config)
-    with from_command_line(), pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as caught:
         require_same(Two({"--epochs": "7"}), config)
     assert ": expected the same --epochs on all ranks. Received: 20 on rank 0 of " in str(caught.value)
     assert str(caught.value).endswith(", 7 on rank 1 of node1; give each the same")

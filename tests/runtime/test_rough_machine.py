@@ -3,7 +3,6 @@
 A run ends with an error of a line that names the cause, or learns bit by bit what it learns otherwise; it never hangs.
 """
 
-import json
 import os
 import pathlib
 import re
@@ -15,7 +14,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, kill_session, left_after, left_in
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, killed_at_the_end, left_after, left_in, losses_in, start
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 STEPS = 32
@@ -35,12 +34,9 @@ class Run:
         self.temporary.mkdir(parents=True, exist_ok=True)
         env |= {"TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT), "KERASDP_TEST_PAUSE": str(pause)}
         # `exec`, so that its process is the program's.
-        command = f"{before}\nexec {shlex.join(map(str, program))}"
-        shell = ["unshare", "-m", "sh", "-ec"] if "mount" in before else ["sh", "-ec"]
-        self.process = subprocess.Popen(
-            [*shell, command], cwd=ROOT, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+        shell = "sh", "-ec", f"{before}\nexec {shlex.join(map(str, program))}"
+        become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+        self.process = start("-c", become, *(("unshare", "-m") if before else ()), *shell, backend=None, **env)
 
     def after_step(self, number):
         """Waits until the run has come so far."""
@@ -51,31 +47,21 @@ class Run:
             time.sleep(0.01)
         return self
 
-    def end(self, seconds=SECONDS):
-        """Exit code, what it said, and the seconds from now."""
-        begin, has_ended = time.monotonic(), True
-        try:
-            output = self.process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            has_ended = False
-            kill_session(self.process.pid)
-            output = self.process.communicate()
-        left = left_after(self.process.pid, 0.2)
-        assert has_ended, f"no end within {seconds} s: {output[1][-3000:]}"
-        assert not left, f"processes are left: {left}"
-        return self.process.returncode, output[1].strip(), time.monotonic() - begin
-
-    def losses(self):
-        lines = [json.loads(line) for line in (self.workdir / "steps.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines]
+    def end(self):
+        """Exit code, what it said, and the seconds from now; one that does not end is killed, and fails."""
+        begin = time.monotonic()
+        with killed_at_the_end(self.process):
+            done = finish(self.process, SECONDS)
+            assert not left_after(self.process.pid, 0.2)
+        return done.returncode, done.stderr.strip(), time.monotonic() - begin
 
 
 def undisturbed(backend, count, folder):
     run = Run(backend, count, folder / "undisturbed")
     code, error, _ = run.end()
     assert code == 0, error
-    assert len(run.losses()) == STEPS
-    return run.losses()
+    assert len(losses_in(run.workdir)) == STEPS
+    return losses_in(run.workdir)
 
 
 def told(name, code, error, seconds):
@@ -131,5 +117,5 @@ def test_a_long_temporary_folder(backend, num_letters, tmp_path):
     run = Run(backend, 2, tmp_path / "run", TMPDIR=temporary)
     code, error, seconds = run.end()
     told(f"{backend} x 2, TMPDIR of {len(str(temporary))} letters", code, error, seconds)
-    assert code == 0 and run.losses() == expected and error == ""
+    assert code == 0 and losses_in(run.workdir) == expected and error == ""
     assert left_in(temporary) == []

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, assert_same, left_in, make_images, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, assert_same, left_in, losses_in, make_images, result_of, run
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(4 * 3600)]
 NUM_FITS = int(os.environ.get("KERASDP_FITS", "50"))
@@ -143,8 +143,7 @@ def test_runs_at_once_are_kept_apart(backend, tmp_path):
 
 def files_of(workdir):
     """Losses, names of files, and the seed in the settings."""
-    losses = [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
     names = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()}
     # A checkpoint that is due while the one before it is being written is left out: the disk decides.
     names -= {f"checkpoints/step-{step:08}.safetensors" for step in (5, 10, 15)}
-    return losses, sorted(names), json.loads((workdir / "config.json").read_text())["seed"]
+    return losses_in(workdir), sorted(names), json.loads((workdir / "config.json").read_text())["seed"]

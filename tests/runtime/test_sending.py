@@ -43,11 +43,8 @@ def test_a_script_without_a_guard(backend, restarts, tmp_path):
 
 
 WAYS = {
-    "by exec": (
-        "-c",
-        "import sys; path = sys.argv.pop(1); exec(compile(open(path).read(), path, 'exec'), {'__name__': 'a'})",
-    ),
-    "by another name": ("-c", "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='another')"),
+    "by exec": "import sys; path = sys.argv.pop(1); exec(compile(open(path).read(), path, 'exec'), {'__name__': 'a'})",
+    "by another name": "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='another')",
 }
 
 
@@ -55,7 +52,7 @@ WAYS = {
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch starts a process for each device")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_that_is_run_otherwise(way, tmp_path):
-    trained(run(*WAYS[way], PROGRAMS / "callers.py", "torch", 2, tmp_path, KERAS_BACKEND="torch"))
+    trained(run("-c", WAYS[way], PROGRAMS / "callers.py", "torch", 2, tmp_path, KERAS_BACKEND="torch"))
 
 
 def test_what_a_function_refers_to_comes_with_it(tmp_path):
@@ -67,14 +64,8 @@ def test_what_a_function_refers_to_comes_with_it(tmp_path):
 
     def look():
         array[0] = 7
-        return (
-            array[[0, -1], -1].tolist(),
-            number,
-            type(part).__name__,
-            str(part.filename),
-            float(part[0, 1]),
-            part.shape,
-        )
+        place = type(part).__name__, str(part.filename), float(part[0, 1]), part.shape
+        return array[[0, -1], -1].tolist(), number, *place
 
     found = called(look)
     assert found == ([7, 99_999], 3, "memmap", str(tmp_path / "mapped"), 201.0, (40, 20))
@@ -88,7 +79,9 @@ def test_what_a_function_refers_to_comes_with_it(tmp_path):
 
 def test_a_module_that_no_worker_can_import(tmp_path):
     """As those of pytest's `--import-mode=importlib`, and what `runpy` runs by another name."""
-    (tmp_path / "hidden.py").write_text("def base(): return 40\ndef function(): return base() + 2\n")
+    # With what the body of a class refers to.
+    text = "def base(): return 40\ndef function():\n    class Of:\n        value = base()\n    return Of.value + 2\n"
+    (tmp_path / "hidden.py").write_text(text)
     spec = importlib.util.spec_from_file_location("hidden", tmp_path / "hidden.py")
     sys.modules["hidden"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -137,21 +130,7 @@ def test_what_cannot_be_sent_is_named(case):
     assert "\n" not in str(refused.value)
 
 
-def with_a_class(backend):
-    class Chosen:
-        if backend == UNITS_OF[0]:
-            units = UNITS_OF[1]
-
-    return Chosen.units
-
-
-UNITS_OF = ["torch", 3]
-
-
-def test_what_the_body_of_a_class_refers_to_comes_with_it():
-    assert called(lambda: with_a_class("torch")) == 3
-
-
+@pytest.mark.proof
 def test_data_of_tensorflow_made_before_launch_is_told(tmp_path):
     pytest.importorskip("tensorflow")
     done = run(PROGRAMS / "data_before.py", backend="torch")
@@ -160,6 +139,7 @@ def test_data_of_tensorflow_made_before_launch_is_told(tmp_path):
     assert [text.startswith(line) for text in done.stderr.splitlines() if text.startswith("warning")] == [True]
 
 
+@pytest.mark.proof
 def test_nothing_starts_when_train_cannot_be_sent():
     code = (
         "import threading, kerasdp, torch.multiprocessing as m\n"

@@ -16,8 +16,10 @@ from kerasdp.runtime import signals
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Other tests of this process see no signal."""
+    """Other tests of this process see no signal; here Ctrl-C raises, wherever the tests run."""
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
+    signal.signal(signal.SIGINT, kept)
     signals._noted.clear()
 
 
@@ -79,15 +81,11 @@ class Loses:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_exception_that_is_lost_comes_again(number, capsys):
     """An interpreter prints what is raised in `__del__`, or in a callback of the garbage collector, and goes on."""
-    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
     began, timer = time.monotonic(), threading.Timer(0.3, os.kill, (os.getpid(), number))
-    try:
-        with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, signals.noticed():
-            timer.start()
-            Loses()
-            time.sleep(10)
-    finally:
-        signal.signal(signal.SIGINT, kept)
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, signals.noticed():
+        timer.start()
+        Loses()
+        time.sleep(10)
     assert time.monotonic() - began < 5
     assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)
     assert "ignored" not in capsys.readouterr().err
@@ -96,15 +94,11 @@ def test_an_exception_that_is_lost_comes_again(number, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_error_that_is_made_of_a_signal_is_the_signal(number):
     """By native code, and by a bare `except:` of a framework."""
-    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, signals.noticed():
-            try:
-                signal.raise_signal(number)
-            except BaseException:
-                raise TypeError("cannot find the minimum") from None
-    finally:
-        signal.signal(signal.SIGINT, kept)
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, signals.noticed():
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            raise TypeError("cannot find the minimum") from None
     assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)
     with pytest.raises(TypeError), signals.noticed(), signals.awaited():  # one that waits for the step makes no error
         signal.raise_signal(signal.SIGTERM)
@@ -119,42 +113,34 @@ def test_without_checkpoints_the_first_one_ends_the_run():
 
 def test_ctrl_c_waits_for_the_step_and_a_second_one_does_not(monkeypatch):
     """One that a launcher sends to the same processes as the terminal is no second one."""
-    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with signals.noticed(), signals.awaited():
+    with signals.noticed(), signals.awaited():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert signals.noted() is signal.SIGINT
+        signals.leave_if_asked()
+        time.sleep(0.4)
+        with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            assert signals.noted() is signal.SIGINT
+            raise AssertionError("the second one was lost")
+        with pytest.raises(KeyboardInterrupt):  # also if its exception was lost in native code
             signals.leave_if_asked()
-            time.sleep(0.4)
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-                raise AssertionError("the second one was lost")
-            with pytest.raises(KeyboardInterrupt):  # also if its exception was lost in native code
-                signals.leave_if_asked()
-        with pytest.raises(KeyboardInterrupt), signals.noticed(), signals.awaited():
-            signal.raise_signal(signal.SIGINT)
-            raise ValueError("a process that loads the data got it, too")
-    finally:
-        signal.signal(signal.SIGINT, kept)
+    with pytest.raises(KeyboardInterrupt), signals.noticed(), signals.awaited():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("a process that loads the data got it, too")
 
 
 def test_ctrl_c_is_passed_on_and_a_second_one_is_raised(monkeypatch):
-    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
     sent, worker = [], types.SimpleNamespace(pid=-1)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
-    try:
-        with pytest.raises(KeyboardInterrupt), signals.passed_on(lambda: [worker]):
-            signal.raise_signal(signal.SIGINT)
-            assert sent == [signal.SIGUSR1]  # SIGINT they do not heed: a terminal sends it to them, too
-            raise PreemptedError("a worker has saved")
-        with pytest.raises(KeyboardInterrupt), signals.passed_on(lambda: [worker]):
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.4)
-            signal.raise_signal(signal.SIGINT)
-            raise AssertionError("not reached")
-    finally:
-        signal.signal(signal.SIGINT, kept)
+    with pytest.raises(KeyboardInterrupt), signals.passed_on(lambda: [worker]):
+        signal.raise_signal(signal.SIGINT)
+        assert sent == [signal.SIGUSR1]  # SIGINT they do not heed: a terminal sends it to them, too
+        raise PreemptedError("a worker has saved")
+    with pytest.raises(KeyboardInterrupt), signals.passed_on(lambda: [worker]):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.4)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
     assert sent == 2 * [signal.SIGUSR1]
 
 

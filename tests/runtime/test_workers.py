@@ -17,6 +17,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import outcome, signals, workers
+from tests import helpers
 from tests.helpers import ROOT, environment, left_after, session_members
 
 
@@ -80,11 +81,10 @@ def test_a_worker_that_dies_is_restarted_and_resumes(tmp_path, capsys):
     assert "restart 2 of 2, from the last checkpoint" in errors
 
 
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_restarts_are_used_up(max_restarts, tmp_path):
+def test_restarts_are_used_up(tmp_path):
     with pytest.raises(WorkerError, match="the worker ended with exit code 7"):
-        workers.supervise(work, settings(tmp_path, max_restarts=max_restarts), die)
-    assert len(attempts_in(tmp_path)) == 1 + max_restarts
+        workers.supervise(work, settings(tmp_path, max_restarts=1), die)
+    assert len(attempts_in(tmp_path)) == 2
 
 
 def test_a_users_error_is_not_tried_again(tmp_path):
@@ -156,6 +156,7 @@ def of_rank(ways, *_):
     return way
 
 
+@pytest.mark.short("refuses")
 @pytest.mark.parametrize(
     ("ways", "words"),
     [
@@ -164,6 +165,7 @@ def of_rank(ways, *_):
         (("finds it gone", "refuses", "waits"), "expected a loss. Received: none"),
         (("dies", "waits"), "rank 0 was ended by SIGKILL"),
     ],
+    ids=["aborts", "dies", "refuses", "waits"],
 )
 def test_the_one_that_was_first_is_seen(ways, words):
     """Others fail for it, and some wait for ever."""
@@ -173,6 +175,7 @@ def test_the_one_that_was_first_is_seen(ways, words):
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.proof
 def test_a_server_that_was_killed_is_started_again():
     """And blocks signals, as the one before: those to a group of processes would end it, and its workers."""
     ways, names, preload = ("one", "two"), ["rank 0", "rank 1"], ["kerasdp.errors"]
@@ -186,6 +189,7 @@ def test_a_server_that_was_killed_is_started_again():
     assert int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
+@pytest.mark.proof
 def test_a_server_that_ends_while_it_imports_is_a_line(tmp_path):
     (tmp_path / "ends.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     program = (
@@ -195,12 +199,12 @@ def test_a_server_that_ends_while_it_imports_is_a_line(tmp_path):
         "except workers.WorkerError as error:\n"
         "    print(error)"
     )
-    env = environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    done = helpers.run("-c", program, PYTHONPATH=str(tmp_path), timeout=60)
     assert "could not be started: the process that imports the framework" in done.stdout and not done.stderr
 
 
-@pytest.mark.parametrize("preload", [None, ["kerasdp.errors"]])
+@pytest.mark.short("forked")
+@pytest.mark.parametrize("preload", [None, ["kerasdp.errors"]], ids=["spawned", "forked"])
 def test_workers_end_with_the_process_that_started_them(preload, tmp_path):
     """By `kill -9`, too, and where a server has forked them, whose children they are."""
     program = (

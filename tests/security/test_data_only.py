@@ -14,11 +14,10 @@ import pytest
 
 import kerasdp
 from kerasdp.checkpoint import files, state
-from kerasdp.checkpoint.state import architecture_of, build_architecture, gather, load_keras_file
+from kerasdp.checkpoint.state import architecture_of, build_architecture, load_keras_file
 from kerasdp.checkpoint.storage import folder_at
-from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.models import build_model
+from tests.checkpoint.test_loading import saved
 from tests.helpers import PROGRAMS, run
 
 X = keras.Input((3,), name="x")
@@ -40,21 +39,11 @@ def ran(tmp_path, monkeypatch):
     sys.modules.pop("evil", None)
 
 
-def checkpoint(folder, *, architecture=None, trained=None, **config):
-    """A checkpoint with the right checksum, as anybody can write one."""
-    model = trained or build_model(Config(), (28, 28, 1), 10)
-    described = architecture_of(model) if architecture is None else architecture
-    state = {"step": 1, "config": Config().as_dict() | config, "architecture": described or None}
-    path = files.path_of(str(folder / "checkpoints"), 1)
-    files.save(path, files.Checkpoint(arrays=gather(model, ("model",)), state=state))
-    return path
-
-
 @pytest.mark.parametrize("name", ["evil:build", "{folder}/evil.py:build"])
 @pytest.mark.parametrize("architecture", [{}, {"class_name": "Odd", "module": "odd", "config": {}}])
 def test_a_model_that_a_checkpoint_names_is_not_built(name, architecture, ran, tmp_path):
     """Where it holds no layers, or layers that are not known."""
-    path = checkpoint(tmp_path, architecture=architecture, trained=DENSE, model=name.format(folder=tmp_path))
+    path = saved(DENSE, tmp_path, architecture=architecture, model=name.format(folder=tmp_path))
     with pytest.raises(UserError, match="load_model: .*; build the model yourself, and give it") as caught:
         kerasdp.load_model(path)
     assert "\n" not in str(caught.value)

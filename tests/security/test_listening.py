@@ -66,7 +66,7 @@ def temporary():
 
 @all_but("jax", "tensorflow")
 def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, temporary, tmp_path):
-    process = start(PROGRAMS / "fail.py", backend, 2, "wait", tmp_path, backend=backend, TMPDIR=temporary)
+    process = start(PROGRAMS / "signalled.py", "script", backend, 2, tmp_path, backend=backend, TMPDIR=temporary)
     with killed_at_the_end(process):
         assert any(line.startswith("READY") for line in process.stdout), process.stderr.read()
         pids = session_members(process.pid)

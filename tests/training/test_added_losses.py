@@ -60,14 +60,13 @@ def test_what_is_computed_for_the_whole_batch_is_said_once():
     assert named == ["sampling", "regularized", "hinge", "range"] and last.startswith("model"), lines
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "torch")) for name in BACKENDS if name != "jax"]
-)
+@pytest.mark.short("torch")
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "jax"])
 def test_micro_batches_are_refused(backend):
     """A loss of micro-batches is another one, and so is what is kept of them."""
-    for case, said in {
+    said = {
         "one_sided": "layer hinge calls add_loss, with which it would count only one micro-batch",
         "kept": "layer range assigns to range/largest in its call, which here sees one micro-batch after the other",
-    }.items():
-        done = run(PROGRAMS / "added_losses.py", backend, 1, case, json.dumps({"accumulate": 2}), backend=backend)
-        assert said in result_of(done)[case]
+    }
+    found = result_of(run(PROGRAMS / "added_losses.py", backend, 1, *said, '{"accumulate": 2}', backend=backend))
+    assert all(words in found[case] for case, words in said.items()), found

@@ -8,11 +8,12 @@ from tests.helpers import BACKENDS, each_way, results
 USUAL = {"torch": 2, "jax": 1, "tensorflow": 2}
 
 QUICKLY_ALIKE = (
-    "never_called", "called_in_training", "equal_paths", "mask_and_unused_weights", "lora", "frozen_between_fits",
-    "loss_that_draws", "own_fit", "methods_of_the_model", "data_that_draws", "task", "assigned_in_call",
+    "never_called", "called_in_training", "mask_and_unused_weights", "frozen_between_fits", "own_fit",
+    "methods_of_the_model", "task", "assigned_in_call",
 )  # fmt: skip
 ALIKE = (
     *QUICKLY_ALIKE,
+    "equal_paths", "lora", "loss_that_draws", "data_that_draws",
     "session_cleared", "only_predicts", "all_frozen", "weight_of_the_loss",
     "used_from_the_second_epoch_on", "layers_of_their_own_kind", "fit_by_fit", "data_of_its_own_kind",
     "loss_whose_generator_the_model_does_not_hold", "own_batch_norm",

@@ -4,7 +4,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.backends.base import ShardPass
-from kerasdp.training.first_step_check import _first_difference, _is_part
+from kerasdp.training.first_step_check import _first_difference
 
 
 def record(rows, first_row=0, layer=(0.0,), loss=1.0):
@@ -19,11 +19,6 @@ def record(rows, first_row=0, layer=(0.0,), loss=1.0):
         num_rows=rows,
         rows=rows,
     )
-
-
-def test_rows_of_a_shard_are_found_in_the_whole():
-    assert _first_difference(record(4), record(2, 2))[2] == ""
-    assert _first_difference(record(4), record(2, 0))[2] == ""
 
 
 def test_what_is_more_than_round_off_is_named():
@@ -50,16 +45,3 @@ def test_whole_numbers_are_compared_exactly_where_round_off_changes_none():
     assert _first_difference(whole, shard)[1] == "layer route"
     assert _first_difference(whole, shard, whole)[1] == "layer route"
     assert _first_difference(whole, shard, record_of([[3], [1], [4], [2]]))[2] == ""
-
-
-def test_rows_of_several_lengths_are_a_part_of_the_whole():
-    """Their entries one after the other; numbers may count from the first one; after the last row comes padding."""
-    whole, full = np.array([3.0, 1.0, 4.0, 1.5, 9.0, 2.0, 6.0]), record(2)
-    padded = full._replace(rows=3)
-    assert _is_part(whole, whole[2:5], full, 1e-3)
-    assert not _is_part(whole, whole[2:5] * [1, 1, 1.1], full, 1e-3)
-    assert _is_part(whole, np.array([2.0, 6.0, 8.0]), padded, 1e-3)
-    assert not _is_part(whole, np.array([6.0, 8.0, 8.0]), padded, 1e-3)
-    nodes = np.array([0, 1, 3, 4, 7, 8])
-    assert _is_part(nodes, np.array([0, 1, 4]), full, 0.0)
-    assert not _is_part(nodes, np.array([0, 2, 5]), padded, 0.0)
