@@ -16,25 +16,31 @@ def may_compile() -> bool:
     return has_gpus() or tf.distribute.get_strategy().num_replicas_in_sync == 1
 
 
-def compiled_on_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function of a few passes over its data with XLA, where there are GPUs, even if the step is not.
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function with XLA, even if the step around it is not: there each operation costs 5 microseconds.
 
-    There each operation costs 5 microseconds. On the CPU (TensorFlow 2.21) XLA's code has one thread, allocates all
-    that it gives beside what it takes, and is compiled for seconds: of a convnet on two devices 4 s before the first
-    step, and 130 MiB, for no faster step. Called eagerly it is not compiled, which takes a tenth of a second for each
-    shape and device.
+    Called eagerly it is not compiled, which takes a tenth of a second for each shape and device.
     """
 
     def without_int32(*args: Any) -> Any:
         return _each(function(*args), tf.int32, tf.uint32)
 
-    by_xla = tf.function(without_int32, jit_compile=True, autograph=False)
+    in_graphs = tf.function(without_int32, jit_compile=True, autograph=False)
 
     def call(*args: Any) -> Any:
-        is_compiled = has_gpus() and not tf.executing_eagerly()
-        return _each(by_xla(*args), tf.uint32, tf.int32) if is_compiled else function(*args)
+        return function(*args) if tf.executing_eagerly() else _each(in_graphs(*args), tf.uint32, tf.int32)
 
     return call
+
+
+def compiled_on_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function of a few passes over its data, where there are GPUs.
+
+    On the CPU (TensorFlow 2.21) XLA's code has one thread, allocates all that it gives beside what it takes, and is
+    compiled for seconds: of a convnet on two devices 4 s before the first step, and 130 MiB, for no faster step.
+    """
+    by_xla = compiled(function)
+    return lambda *args: (by_xla if has_gpus() else function)(*args)
 
 
 def _each(values: Any, dtype: tf.DType, other: tf.DType) -> Any:
