@@ -112,7 +112,7 @@ def _server(backend: str) -> socket.socket:
 
 
 def start(*arguments: object, backend: str | None, cwd: pathlib.Path = ROOT, **extra: str) -> Warm | subprocess.Popen:
-    """Starts a program of this repository in a session of its own; as a user does, or with a backend imported."""
+    """Starts a program of this repository in a new session: cold, as a user does, or with a backend imported."""
     # Where there are GPUs, the framework may look for them in one process only.
     if backend is not None and sys.platform == "linux" and not os.path.exists("/dev/nvidia0"):
         return Warm(backend, arguments, cwd, environment(**extra))

@@ -42,6 +42,13 @@ def test_nothing_is_taken_from_a_program_that_does_not_know_the_key(results):
     assert size == 2 and text.startswith("another program has connected to rank ")
 
 
+def test_statistics_have_a_group_of_their_own_on_gpus(results):
+    """So that they do not come after the gradients; the losses are the same."""
+    (losses, *others), (same_losses, *own) = results["statistics"]
+    assert others == [1, True, False] and own == [1, True, True]
+    assert losses == same_losses
+
+
 def test_values_are_handed_out_as_they_were_when_given(results):
     """A generator may fill its arrays anew for its next batch, while this one is under way."""
     assert {name: sum(are_right) for name, are_right in results["scattered"].items()} == dict.fromkeys(

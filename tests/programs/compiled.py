@@ -32,7 +32,7 @@ def train(runner, layer, no_compiler_on_rank=None):
             calls += 1
             if layer == "reading":
                 return x * (2.0 if float(ops.mean(x)) > 0 else 1.0)
-            if layer == "swapping":  # two variables, each of which gets what the other had
+            if layer == "swapping":  # two variables exchange their values
                 before = ops.copy(self.other)
                 self.other.assign(self.one)
                 self.one.assign(before)

@@ -15,8 +15,9 @@ import kerasdp
 
 BATCH, ROWS, TOKENS = 16, 43, 8
 NAMES = (
-    "texts", "texts_with_drawn_masks", "segmentation_of_keras", "contrastive", "ctc_by_lengths", "correlation",
-    "sum_of_rows", "right_texts_of_all", "right_texts_gathered", "right_contrastive", "right_root",
+    "texts", "texts_with_drawn_masks", "segmentation_of_keras", "dice_of_batch", "contrastive",
+    "triplet", "weighted_labels", "ctc_by_lengths", "root_of_mean", "correlation", "sum_of_rows", "right_texts_of_all",
+    "right_texts_gathered", "right_texts_by_rows", "right_contrastive", "right_weights", "right_root",
 )  # fmt: skip
 
 
@@ -60,6 +61,10 @@ def losses():
         counts = all_rows(ops.sum(mask, axis=1))
         return ops.mean(ops.sum(values * mask, axis=1)) / ops.maximum(ops.mean(counts), 1e-9)
 
+    def by_rows(values, mask):
+        axes = tuple(range(1, len(values.shape)))
+        return ops.mean(ops.sum(values * mask, axis=axes) / ops.maximum(ops.sum(mask, axis=axes), 1.0))
+
     def unit(net, image):
         found = net.features(image)
         return found / ops.norm(found, axis=1, keepdims=True)
@@ -76,15 +81,32 @@ def losses():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
         return loss(batch["labels"], net.pixels(batch["image"]))
 
+    def dice_of_batch(net, batch):
+        found, there = ops.softmax(net.pixels(batch["image"])), ops.one_hot(ops.maximum(batch["labels"], 0), 4)
+        return 1 - 2 * ops.sum(found * there) / ops.sum(found**2 + there)
+
     def contrastive(net, batch):
         alike = ops.matmul(unit(net, batch["image"]), ops.transpose(unit(net, ops.flip(batch["image"], 1)))) * 5
         return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
+
+    def triplet(net, batch):
+        found = unit(net, batch["image"])
+        apart = ops.sum(ops.square(found[:, None] - found[None]), axis=-1)
+        same = ops.cast(batch["class"][:, None] == batch["class"][None], "float64")
+        hardest = ops.max(apart * same, axis=1) - ops.min(apart + 9 * same, axis=1)
+        return ops.mean(ops.relu(hardest + 1.0))
+
+    def weighted_labels(net, batch):
+        return ratio(of_classes(net, batch), ops.take(ops.array([1.0, 2.0, 5.0, 0.5]), batch["class"]))
 
     def ctc_by_lengths(net, batch):
         outputs, short = net.words(batch["text"]), ops.full((ops.shape(batch["text"])[0],), 2, "int32")
         sizes = ops.cast(batch["lengths"][:, 0], "int32")
         values = ops.ctc_loss(batch["text"][:, :2], outputs, short, sizes, mask_index=0)
         return ops.sum(values) / ops.sum(ops.cast(sizes, values.dtype))
+
+    def root_of_mean(net, batch):
+        return ops.sqrt(ops.mean(of_one(net, batch)))
 
     def correlation(net, batch):
         one, other = net.features(batch["image"])[:, 0], batch["weight"]
@@ -100,10 +122,16 @@ def losses():
     def right_texts_gathered(net, batch):
         return ratio(*map(all_rows, of_tokens(net, batch)))
 
+    def right_texts_by_rows(net, batch):
+        return by_rows(*of_tokens(net, batch))
+
     def right_contrastive(net, batch):
         one, other = all_rows(unit(net, batch["image"])), all_rows(unit(net, ops.flip(batch["image"], 1)))
         alike = ops.matmul(one, ops.transpose(other)) * 5
         return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
+
+    def right_weights(net, batch):
+        return ops.mean(of_classes(net, batch) * batch["weight"])
 
     def right_root(net, batch):
         return ops.sqrt(ops.mean(all_rows(of_one(net, batch))))

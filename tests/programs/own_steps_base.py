@@ -68,8 +68,8 @@ def minimizing():
     """Returns a base class whose `minimize(loss_of, weights, optimizer)` takes one step.
 
     By `kerasdp.value_and_grad`, alike on each backend, or, with OWN_STEPS=native, as the backend's guide does.
-    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`. It is made anew for each
-    model: Keras gives it other bases where one is made of inputs and outputs.
+    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`. Each call makes a new
+    class: Keras changes the bases of a class when a model of it is made of inputs and outputs.
     """
 
     class Portable(keras.Model):

@@ -5,8 +5,8 @@ python small_nets.py CASES: see `starting.each_case`; beside fields of kerasdp.C
         or "subclassed": the latter, as no functional model
     rule: "sgd", as where it is left out, or "adam"
     by_hand: instead of a run, micro-batches one after another in a plain loop, of "norms"
-    loss: in place of that of "random", "squares": the same, user-defined; "sum": a sum over the rows, without weights;
-        or one that needs the whole batch, "dice" or "against_mean": the run fails, and the result is its error
+    loss: another loss for "random". "squares" is the same loss, user-defined. "sum" is a sum over the rows, without
+        weights. "dice" and "against_mean" need the whole batch: the run fails, and the result is its error
 """
 
 import numpy as np
@@ -58,7 +58,7 @@ def random(keras):
 
 
 def subclassed(keras):
-    """The functional net, behind a `call` of its own."""
+    """The functional net in a subclassed model."""
 
     class Own(keras.Model):
         def __init__(self):

@@ -47,6 +47,7 @@ def exchange(runner):
         "scattered": scattered,
         "keys": [joined_with(key) for key in (b"known", b"of rank %d" % rank)],
     }
+    found["statistics"] = [trained(runner, has_own) for has_own in (False, True)]
     # Inductor reads it when it is imported, which it may have been before: by the server of these tests.
     found["processes that compile"] = int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
     return runner.strategy.processes.all_gather_object(found)
@@ -60,6 +61,36 @@ def joined_with(key):
         return GlooProcesses(key).num_processes
     except kerasdp.RunError as error:
         return str(error)
+
+
+def trained(runner, has_own):
+    """Losses of a net with batch norm, and in how many groups it has gathered something."""
+    import keras
+
+    from kerasdp.backends.torch import collectives
+    from kerasdp.keras_compat.settings import set_seed
+
+    groups, gather = set(), collectives.all_gather_stacked
+    collectives.all_gather_stacked = lambda tensor, group=None: groups.add(group) or gather(tensor, group)
+    set_seed(0)
+    layers = [keras.Input((5,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    with runner.scope():
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    x = np.random.RandomState(0).rand(24, 5).astype("float32")
+    strategy, make = runner.strategy, runner.strategy.step_functions
+
+    def step_functions(*args):
+        strategy.is_gpu = has_own  # but not when it trains
+        try:
+            return make(*args)
+        finally:
+            strategy.is_gpu = False
+
+    strategy.step_functions = step_functions
+    losses = runner.fit(model, x, x.sum(1), batch_size=7, epochs=3).history["loss"]
+    strategy.step_functions, collectives.all_gather_stacked = make, gather
+    return losses, len(groups), groups == {strategy.statistics_group}, strategy.statistics_group is not None
 
 
 # Values that differ between the ranks: in one message, or in several.

@@ -20,9 +20,8 @@ SAID = {
 }
 
 
-@pytest.mark.short(
-    "2-torch", "37-torch"
-)  # a rank that raises, and one that is killed, while the other one waits for it
+# In short: a rank that raises, and one that is killed, while the other one waits for it.
+@pytest.mark.short("2-torch", "37-torch")
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("seed", range(NUM_FAULTS))
 def test_a_fault_ends_the_run(seed, name, tmp_path):

@@ -27,7 +27,7 @@ SHORT = ("steps_of_keras", "gan", "neighbours", "queue", "foreign_numbers", "not
 
 
 def outcome(backend, count, case):
-    """What a case gave; on torch those of the default suite share a process, and so do the proofs."""
+    """What a case gave. On torch the cases of the default suite share one process, and the proofs another."""
     others = [name for name in (*ALIKE, *REFUSED) if name not in SHORT]
     names = (case,) if backend != "torch" else SHORT if case in SHORT else others
     return results("own_steps.py", backend, count, *names)[case]

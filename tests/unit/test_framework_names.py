@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, and its layout on GPUs; the tests of captured steps and of ranks use those of torch."""
+"""Private names of TensorFlow, and its layout on GPUs. Private names of torch: tests of captured steps and of ranks."""
 
 import pytest
 

@@ -3,6 +3,7 @@
 A new Keras says here, in one run, which of them have lost their effect, and which are needed no more.
 """
 
+import concurrent.futures
 import itertools
 import sys
 import types
@@ -48,6 +49,39 @@ def dense(units=2, **options):
 
 def array(tensor):
     return keras.ops.convert_to_numpy(keras.ops.stop_gradient(keras.ops.convert_to_tensor(tensor)))
+
+
+@pytest.mark.parametrize(
+    ("equation", "number"),
+    [
+        ("abc,cd->abd", 1), ("abc,cde->abde", 1), ("abcd,cde->abe", 2), ("...x,xy->...y", 1), ("ab,bc->ac", 1),
+        ("abc,cde->adbe", 0), ("abc,dce->abde", 0), ("abcd,abde->abce", 0), ("abcd,dce->abe", 0), ("abc,cd->ab", 0),
+        ("aab,bc->aac", 0), ("a,a->", 0), ("a,b->ab", 0), ("abc->cba", 0), ("ab,b...->a...", 0), ("ab,bc", 0),
+    ],
+)  # fmt: skip
+def test_einsums_that_are_one_product(equation, number):
+    assert numerics._contracted(equation) == number
+    if number:
+        sizes = {"a": 2, "b": 3, "c": 4, "d": 5, "e": 6, "x": 7, "y": 8}
+        terms = equation.replace("...", "ab").split("->")[0].split(",")
+        shapes = [[sizes[letter] for letter in term] for term in terms]
+        given = [np.random.RandomState(0).randn(*shape) for shape in shapes]
+        received = numerics._as_one_product(None, equation, *given)
+        np.testing.assert_allclose(array(received), np.einsum(equation, *given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("arguments", [{}, {"use_bias": False, "go_backwards": True, "return_sequences": False}])
+def test_an_lstm_multiplies_its_inputs_first(monkeypatch, arguments, has_mask):
+    layer = keras.layers.LSTM(3, **({"return_sequences": True, "use_cudnn": False} | arguments))
+    x = np.random.RandomState(0).rand(2, 4, 5).astype("float32")
+    mask = np.arange(4) < np.array([[4], [2]]) if has_mask else None
+    expected = array(layer(x, mask=mask))
+    # Without Keras' own loop to fall back to.
+    monkeypatch.setattr(
+        keras.layers.RNN, "inner_loop", lambda *given, **more: numerics._inputs_first(None, *given, **more)
+    )
+    np.testing.assert_allclose(array(layer(x, mask=mask)), expected, rtol=1e-5, atol=1e-6)
 
 
 @ON_TORCH
@@ -316,6 +350,26 @@ def test_optimizers_apply_once_through_loss_scaling():
     with optimizers.wrapped_apply(noting):
         optimizer.apply([keras.ops.ones(2)], [weight])
     assert names == ["LossScaleOptimizer", "SGD"] and array(weight).tolist() == [-1, -1]
+
+
+# Optimizers
+
+
+@ON_TORCH
+def test_numbers_are_made_on_a_gpu_for_the_thread_that_trains(monkeypatch):
+    import torch
+
+    from kerasdp.backends.torch.train_step import numbers_made_on
+
+    filled = []
+    monkeypatch.setattr(torch, "full", lambda *_, **__: filled.append(1) or torch.ones(()))
+    monkeypatch.setattr(torch, "as_tensor", lambda data, dtype=None, device=None: "sent")
+    with numbers_made_on(torch.device("cuda")), concurrent.futures.ThreadPoolExecutor(1) as other:
+        torch.as_tensor(1.0, device="cuda")
+        assert len(filled) == 1
+        assert other.submit(torch.as_tensor, 1.0, device="cuda").result() == "sent"
+        assert torch.as_tensor(1.0, device="cpu") == torch.as_tensor(1.0) == "sent"
+    assert torch.as_tensor(1.0, device="cuda") == "sent" and len(filled) == 1
 
 
 # Settings of the process
