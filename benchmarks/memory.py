@@ -80,7 +80,8 @@ def train(runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int
     if runner.config.device == "cpu":
         most = resident("VmHWM") - before
     else:
-        most = max(runner.strategy.peak_memory_by_device()) / 1e6
+        strategy = runner.strategy
+        most = max(strategy.processes.all_gather_object(strategy.peak_memory_bytes())) / 1e6
     return {"most": most, "ms": 1000 * float(np.median(np.diff(times)[2:]))}
 
 

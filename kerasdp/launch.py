@@ -27,12 +27,11 @@ from kerasdp.errors import (
     redacted,
     way_to_resume,
 )
-from kerasdp.runtime import hardware, outcome, signals
+from kerasdp.runtime import hardware, outcome, signals, watchdog
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, check_installed, choose_backend, set_backend
 from kerasdp.runtime.lines import explained
 from kerasdp.runtime.ranks import Cluster, ending_alike, find_ranks
 from kerasdp.runtime.sending import SentFunction, SentResult, name_of, tf_data_of
-from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.runtime.workers import supervise
 
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
@@ -320,9 +319,8 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             settings = dataclasses.replace(settings, workdir=given[0][0], resume=any(resume for _, resume in given))
             timeout = HANG_TIMEOUT if timeout is None else timeout
         says_so = settings.verbose != 0 and processes.rank == 0
-        watchdog = Watchdog(timeout or None, compiler=str(settings.backend) if says_so else "")
-        strategy.compiling = watchdog.compiling
-        runner = Runner(settings, devices, strategy, watchdog)
+        watchdog.current = watchdog.Watchdog(timeout or None, compiler=str(settings.backend) if says_so else "")
+        runner = Runner(settings, devices, strategy)
         one_prints = _only_prints_of(processes.rank == 0)
         with ending_alike(processes), _training, runner.training_function(), one_prints:
             result = train(runner)

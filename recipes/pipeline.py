@@ -46,8 +46,9 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
         model.compile(kerasdp.make_optimizer(config), squared_error)
     runner.fit(model, data.train, epochs=config.epochs)
-    memory = [round(most / 2**20) for most in runner.strategy.peak_memory_by_device()]
-    return {"seconds": runner.epoch_seconds[1:], "MiB": memory, "stages": runner.strategy.description(model)}
+    strategy = runner.strategy
+    memory = [round(most / 2**20) for most in strategy.processes.all_gather_object(strategy.peak_memory_bytes())]
+    return {"seconds": runner.epoch_seconds[1:], "MiB": memory, "stages": strategy.description(model)}
 
 
 def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Config]:

@@ -137,8 +137,6 @@ class Strategy(Protocol):
         num_replicas: of the model, over all processes.
         shard: of the inputs that this process reads: its number, and of how many.
         splits_batches: whether layers are run on a shard of the batch alone; else one program on all of it.
-        takes_several_steps: whether several steps can be one program, as Keras' `steps_per_execution` asks for.
-        stages: the models that torch trains in stages; None where each process holds a whole model.
     """
 
     config: Config
@@ -147,28 +145,11 @@ class Strategy(Protocol):
     num_replicas: int
     shard: tuple[int, int]
     splits_batches: bool
-    takes_several_steps: bool = False
-    stages: Any = None
 
     @functools.cached_property
     def split(self) -> Split:
-        """Returns how the replicas split a batch."""
+        """Returns how the replicas split a batch, one that is trained on maybe into micro-batches: a `fit` sets it."""
         return Split(self.num_replicas)
-
-    @functools.cached_property
-    def training_split(self) -> Split:
-        """Returns how they split a batch that is trained on, maybe into micro-batches; set at the begin of a `fit`."""
-        return Split(self.num_replicas)
-
-    @property
-    def has_micro_batches(self) -> bool:
-        """Returns whether a training step calls layers with one micro-batch after the other."""
-        return self.stages is not None or self.config.accumulate > 1
-
-    @property
-    def calls_on_some_rows(self) -> bool:
-        """Returns whether layers are called with some rows of a batch: a shard, or a micro-batch."""
-        return self.splits_batches or self.has_micro_batches
 
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are built and compiled."""
@@ -185,22 +166,18 @@ class Strategy(Protocol):
         """Returns the context around `fit`, `evaluate` and `predict`."""
         return nullcontext()
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """Returns the context of what compiles in a later step than the first; `launch` gives a watchdog's."""
-        return nullcontext()
-
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
         """Returns the step functions that train, test and predict with a built model on all devices.
 
         `run_state` says how many steps there will be.
         """
 
-    def set_training(self, model: "keras.Model", is_training: bool) -> None:
-        """Switches what knows a mode of training within a model, as torch's modules do; layers of Keras are told."""
+    def each_replica(self, function: Callable[[], T]) -> list[T]:
+        """Calls a function in each replica of this process, as its step would be; returns what it gives in each.
 
-    def in_replicas(self, function: Callable[[], None]) -> None:
-        """Calls a function in each replica of this process, as its step would be."""
-        function()
+        A strategy that compiles each operation by itself traces the function instead.
+        """
+        return [function()]
 
     def trace(self, function: Callable[[], None]) -> None:
         """Calls a function in each replica of this process, on tensors without numbers, as what compiles a step does.
@@ -209,19 +186,8 @@ class Strategy(Protocol):
             Exception: of the framework's, where the function asks for a number.
         """
 
-    def try_own_step(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
-        """Runs the model's own `train_step` on each replica's rows, without an update.
-
-        Returns:
-            What it found: see `kerasdp.portability.own_steps.Share`.
-        """
-
-    def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
-        """Builds an optimizer from within a replica, once for all of this process."""
-        optimizer.build(variables)
-
-    def shard_passes(self, model: "keras.Model", batch: DeviceBatch, *, with_loss: bool) -> list[ShardPass]:
-        """Runs a forward pass of training on each replica of this process; no variable changes.
+    def shard_steps(self, model: "keras.Model") -> Any:
+        """Returns the `kerasdp.backends.steps.ShardSteps` of a model, for calls within `each_replica`.
 
         For strategies that split batches.
         """
@@ -230,20 +196,22 @@ class Strategy(Protocol):
         """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
         return []
 
-    def try_call(self, function: Callable[[Structure], Any], arrays: Structure) -> None:
-        """Calls a function of arrays for what its Python code does, whatever it gives."""
-        function(arrays)
-
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas.
 
         `state_only`: of those alone that are not trained.
         """
 
+    def micro_batch_rows(self, model: "keras.Model", num_rows: int) -> int | None:
+        """Returns the rows of a micro-batch of batches of `num_rows` that a model is trained on; None: there are none.
+
+        Raises:
+            UserError: if such batches cannot be cut as the run's choices say.
+        """
+        return self.config.micro_batch_rows(num_rows, self.num_replicas)
+
     def gather_variables(self, model: "keras.Model") -> None:
         """Gives each process the values of all variables, where it computes only some of them."""
-        if self.stages is not None:
-            self.stages.engine_of(model).gather_variables()
 
     def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
         """Returns what `take` makes of each variable's value. Called by all processes together, as `gather_variables`.
@@ -255,14 +223,9 @@ class Strategy(Protocol):
 
     def description(self, model: "keras.Model") -> str:
         """Returns what there is to say of how the work is shared; may be empty."""
-        if self.stages is not None:
-            return str(self.stages.engine_of(model).plan)
-        rows = self.training_split.micro_batch_rows
+        rows = self.split.micro_batch_rows
         return "" if rows is None else f"gradients are summed over micro-batches of {rows} samples"
 
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device (torch on the CPU: each process) has used; empty if not known."""
-
     def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used. Asks no other process."""
-        return max(self.peak_memory_by_device(), default=0) or peak_memory_of_process()
+        """Returns the most bytes that a device of this process (on the CPU: the process) has used."""
+        return peak_memory_of_process()

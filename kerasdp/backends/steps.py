@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
 from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext, use
@@ -346,6 +346,10 @@ class ShardSteps(Replica):
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
 
+    def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
+        """Builds an optimizer from within the replica, once for all of this process."""
+        optimizer.build(variables)
+
     @abc.abstractmethod
     def rank(self) -> int:
         """Returns the number of the replica."""
@@ -401,7 +405,7 @@ class ShardSteps(Replica):
 
     def training_split(self) -> Split:
         """See `Replica`."""
-        return self.strategy.training_split
+        return self.strategy.split
 
     def rows_of(self, leaf: Tensor, rows: slice, num_rows: int) -> Tensor:
         """See `Replica`."""
@@ -459,21 +463,32 @@ class ShardSteps(Replica):
             outputs = self.forward(self.model, batch.inputs, training=False)
             return outputs if context is None else context.whole_outputs(outputs)
 
-    def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
-        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch.
+    def shard_of(self, batch: DeviceBatch) -> DeviceBatch:
+        """Returns the replica's rows of what `shard_batch` gives."""
+        return batch
 
-        Without the loss, which then is 0, the outputs are those of the replica's rows.
+    def try_own_step(self, batch: DeviceBatch) -> list[tuple[str, Any]]:
+        """Runs the model's own `train_step` on its rows of what `shard_batch` gives, without an update.
+
+        Returns:
+            What it found: see `kerasdp.portability.own_steps.Share`.
         """
+        return self.own_step("train_step", self.shard_of(batch), is_trial=True)[1]
+
+    def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> ShardPass:
+        """Runs a forward pass of training on its rows of what `shard_batch` gives; no variable changes."""
         import keras
 
         from kerasdp.backends.observer import shard_outputs
         from kerasdp.portability.row_search import fixed_values
 
+        batch, own = self.shard_of(batch), self.strategy.split.replicas(len(batch.indices))[self.rank()]
         with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
             with use(self.context(batch)) as context, shard_outputs(self.model) as layers:
                 outputs = self.forward(self.model, batch.inputs, training=True)
             if not with_loss:
-                return layers, keras.tree.flatten(outputs), keras.ops.zeros(())
+                return ShardPass(layers, keras.tree.flatten(outputs), keras.ops.zeros(()), *own)
             whole = self.global_batch(batch, outputs, context, training=True)
             loss = whole.take(self.sums(whole.sums.shared))
-        return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
+        outputs = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
+        return ShardPass(layers, outputs, loss, *own)

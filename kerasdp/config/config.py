@@ -233,6 +233,11 @@ class Config:
     def _stages(self) -> int:
         return len((self.cut_at or "").split(",")) + 1
 
+    @property
+    def has_micro_batches(self) -> bool:
+        """Returns whether a training step calls layers with one micro-batch after the other."""
+        return self.accumulate > 1 or self.strategy == "pipeline"
+
     def micro_batch_rows(self, num_rows: int, num_replicas: int) -> int | None:
         """Returns the samples of a full micro-batch, over all replicas; None without `accumulate`.
 

@@ -210,6 +210,12 @@ def restored_epoch(model: keras.Model) -> int | None:
     return model._initial_epoch
 
 
+def set_training_mode(model: keras.Model, is_training: bool) -> None:
+    """Switches a model that is a module of torch, as Keras' own `fit` and `evaluate` do; layers of Keras are told."""
+    if keras.backend.backend() == "torch":
+        model.train(is_training)
+
+
 def flat_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Returns what `evaluate` gives without `return_dict`: a list in the order of the metrics, or one value.
 

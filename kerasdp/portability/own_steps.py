@@ -219,8 +219,7 @@ def find_rows_of_step(
     model: keras.Model,
     name: str,
     data: Any,
-    in_replicas: Callable[[Callable[[], None]], None],
-    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
+    strategy: Any,
     will_be_checked: bool = False,
 ) -> None:
     """Finds where the rows are in all that a user-defined step computes; `row_axes_of` gives it.
@@ -231,13 +230,14 @@ def find_rows_of_step(
         model: built and made `portable`.
         name: of the step.
         data: `NUM_ROWS` samples: inputs, targets and sample weights, in NumPy.
-        in_replicas: see `kerasdp.backends.base.Strategy`.
-        build: see `Share`.
+        strategy: of the run.
         will_be_checked: whether a wrong answer will be found, so that an uncertain one will do.
 
     Raises:
         UserError: if that cannot be known, since the step mixes the samples of a batch.
     """
+
+    build = strategy.shard_steps(model).build_optimizer
 
     def call(axes: RowAxes, rows: slice) -> None:
         left = [axes]  # for the first replica of this process; the others see the same
@@ -249,7 +249,7 @@ def find_rows_of_step(
                 run(model, name, rows_of(data, rows), share)
 
         with leave_unchanged(model), explaining_trial(title_of(model, name), rows.stop - rows.start):
-            in_replicas(trial)
+            strategy.each_replica(trial)
 
     find_row_axes_of(model, name, call, will_be_checked)
 
@@ -273,32 +273,26 @@ def leave_unchanged(model: keras.Model) -> Iterator[None]:
                 variable.value.grad = None
 
 
-def try_whole_step(
-    model: keras.Model,
-    data: tuple[Any, Any, Any],
-    in_replicas: Callable[[Callable[[], None]], None],
-    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
-) -> list[Found]:
+def try_whole_step(model: keras.Model, data: tuple[Any, Any, Any], strategy: Any) -> list[Found]:
     """Runs a model's own `train_step` on a whole batch, without an update, within `leave_unchanged`.
 
     Args:
-        model: as in `find_rows_of_step`; so are `data`, of any number of rows, `in_replicas` and `build`.
+        model: as in `find_rows_of_step`; so are `data`, of any number of rows, and `strategy`.
 
     Returns:
         What it found, as in `Share`.
     """
-    found: list[list[Found]] = []
+    build = strategy.shard_steps(model).build_optimizer
 
-    def trial() -> None:
+    def trial() -> list[Found]:
         tensors = rows_of(data, slice(None))
         num_rows = len(keras.tree.flatten(tensors)[0])
         share = Share(rows=num_rows, total_rows=num_rows, build=build, is_trial=True)
         with portable_draws(UNNAMED), losses_of_whole_batch():
             run(model, "train_step", tensors, share)
-        found.append(share.found)
+        return share.found
 
-    in_replicas(trial)
-    return found[0]
+    return strategy.each_replica(trial)[0]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -340,14 +334,14 @@ class _Recording(InnerScope):
 
 
 def find_parts(
-    step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], None], name: str = UNNAMED
+    step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], Any], name: str = UNNAMED
 ) -> StepParts:
     """Runs a step, and returns what it uses; no variable changes, no optimizer updates or is built.
 
     Args:
         step: of a user.
         data: a few samples, as the step takes them, in NumPy.
-        run_in_replicas: `trace` or `in_replicas` of a `kerasdp.backends.base.Strategy`.
+        run_in_replicas: `trace` or `each_replica` of a `kerasdp.backends.base.Strategy`.
         name: of what draws random numbers: see `portable_draws`.
 
     Raises:

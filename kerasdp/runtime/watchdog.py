@@ -102,6 +102,10 @@ class Watchdog:
         self._compiler = ""
 
 
+# Of the run of this process.
+current = Watchdog()
+
+
 def shapes_of(data: Any) -> Any:
     """Returns the shapes in a structure of tensors."""
     if isinstance(data, dict):

@@ -89,8 +89,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
 
     def _identity(self, config: Config, model: keras.Model) -> dict[str, Any]:
         """Returns what must be the same for a run to resume."""
-        stages = self._strategy.stages
-        rows = self._strategy.training_split.micro_batch_rows if stages is None else stages.micro_batch_rows(model)
+        rows = self._strategy.split.micro_batch_rows
         read = self._strategy.read if config.shard != "none" else None
         return training_state.identity(config, model, self._reader, rows, read)
 

@@ -12,10 +12,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.backends.base import ShardPass, Strategy
+from kerasdp.backends.base import DeviceBatch, ShardPass, Strategy
 from kerasdp.backends.observer import layer_name, layers_within, shard_outputs
 from kerasdp.config import Config
 from kerasdp.data.batch import Reader, batch_of
+from kerasdp.data.sampling import Split
 from kerasdp.data.sources import take_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, has_seed_generators, is_of_keras
@@ -82,7 +83,7 @@ def check_first_step(
     """
     if config.check == "off":
         return
-    if not strategy.calls_on_some_rows:
+    if not (strategy.splits_batches or config.has_micro_batches):
         if strategy.processes.rank == 0 and has_call(model) and not own_steps(model):
             _warn_of_other_draws(model, strategy, reader)
         return
@@ -91,7 +92,7 @@ def check_first_step(
         return
     name, text, num_rows = _first_of_all(model, strategy, reader, with_loss)
     operation = _mixing_operation(model, strategy, reader, with_loss) if text else ""
-    while text and not strategy.has_micro_batches and _calls_with_all_rows(model, name, reader, strategy):
+    while text and not strategy.config.has_micro_batches and _calls_with_all_rows(model, name, reader, strategy):
         mixing, by, (name, text, num_rows) = name, operation, _first_of_all(model, strategy, reader, with_loss)
         if name == mixing:
             break
@@ -116,15 +117,15 @@ def check_first_step(
 def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
     """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
     again = noisy = None
-    if strategy.has_micro_batches:
+    if strategy.config.has_micro_batches:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
         differs = strategy.processes.any_rank(any(_first_difference(whole, shard)[2] for shard in shards))
-    if strategy.stages is None and strategy.splits_batches and not (strategy.has_micro_batches and differs):
+    if strategy.splits_batches and not (strategy.config.has_micro_batches and differs):
         num_rows = 4 * strategy.num_replicas - 1
         data = reader.sample(num_rows)
         with _statistics_of_whole_batch(model), explaining_trial(model.name, num_rows):
-            batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
-            shards = strategy.shard_passes(model, batch, with_loss=with_loss)
+            batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
+            shards = _shard_passes(model, strategy, batch, with_loss)
             whole = _whole_pass(model, data, with_loss)
             differs = any(_first_difference(whole, shard)[2] for shard in shards)
             again, noisy = (_whole_pass(model, data, with_loss, noise) if differs else None for noise in (0.0, _NOISE))
@@ -147,7 +148,7 @@ def _mixing_operation(model: keras.Model, strategy: Strategy, reader: Reader, wi
     models, of which all weights would be copied.
     """
     found = ""
-    if not strategy.has_micro_batches and model.count_params() < _MOST_WEIGHTS:
+    if not strategy.config.has_micro_batches and model.count_params() < _MOST_WEIGHTS:
         calls = _mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
         found = next((f", in {call}" for call in calls), "")
     return next(filter(None, strategy.processes.all_gather_object(found)), "")
@@ -161,8 +162,8 @@ def _mixing_operations(
     whole: list[Call] = []
     with _statistics_of_whole_batch(model):
         with telling(lambda call: of_replicas.setdefault(threading.get_ident(), []).append(call)):
-            batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
-            shards = strategy.shard_passes(model, batch, with_loss=with_loss)
+            batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
+            shards = _shard_passes(model, strategy, batch, with_loss)
         with telling(whole.append):
             num_rows = _whole_pass(model, data, with_loss).rows
 
@@ -181,6 +182,12 @@ def _mixing_operations(
     return found
 
 
+def _shard_passes(model: keras.Model, strategy: Strategy, batch: DeviceBatch, with_loss: bool) -> list[ShardPass]:
+    """Runs a forward pass of training on each replica of this process."""
+    steps = strategy.shard_steps(model)
+    return strategy.each_replica(lambda: steps.shard_pass(batch, with_loss))
+
+
 def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
     """Warns of a user-defined layer that draws past `keras.random`, and so otherwise with each backend."""
     layers = [layer for layer in all_layers(model) if _is_user_defined(layer)]
@@ -195,13 +202,11 @@ def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader)
         if not culprits and pickle.dumps([get() for get, _ in generators]) != before:
             culprits.append(layer.name)
 
-    def call(arrays: Any) -> None:
-        call_in_training(model, rows_of(arrays, slice(None)))
-
     hook_layers()
     inputs = reader.sample(NUM_ROWS)[0]
     with contextlib.suppress(Exception), step_with(record=record), keras.StatelessScope():
-        strategy.try_call(call, inputs)  # what fails on a few samples may not on a batch
+        # What fails on a few samples may not on a batch.
+        strategy.each_replica(lambda: call_in_training(model, rows_of(inputs, slice(None))))
     for (_, restore), state in zip(generators, kept):
         restore(state)
     for name in culprits:
@@ -266,7 +271,7 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
 
 def _compare_own_step(model: keras.Model, strategy: Strategy, data: Any, number: int) -> None:
     """Does one trial of `_check_own_step`, with these samples; `number`: others draw other random numbers."""
-    batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
+    batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
 
     def begun(noise: float = 0.0) -> list[np.ndarray]:
         """Lets the step begin with other values of variables; returns these."""
@@ -278,14 +283,16 @@ def _compare_own_step(model: keras.Model, strategy: Strategy, data: Any, number:
     def on_one(noise: float = 0.0) -> dict[str, Any]:
         with leave_unchanged(model):
             before = begun(noise)
-            found = try_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer)
+            found = try_whole_step(model, data, strategy)
             return _by_name(model, found, before)
 
     title = title_of(model, "train_step")
     with _statistics_of_whole_batch(model), explaining_trial(title, len(batch.indices)):
         with leave_unchanged(model):
             before = begun()
-            split = _by_name(model, strategy.try_own_step(model, batch), before)
+            steps = strategy.shard_steps(model)
+            found, *_ = strategy.each_replica(lambda: steps.try_own_step(batch))
+            split = _by_name(model, found, before)
             apart = [f"value of {path}" for path in strategy.diverged_variables(model)]
         whole = on_one()
         differing = [name for name in whole | split if not _is_alike(whole, split, name)]

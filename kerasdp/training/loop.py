@@ -12,17 +12,18 @@ import numpy as np
 from keras.callbacks import CallbackList
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Trained
-from kerasdp.backends.steps import DeviceScalar, TrainedWeights, all_variables, optimizers_of
+from kerasdp.backends.steps import DeviceScalar, all_variables, optimizers_of
 from kerasdp.data.batch import Feed
 from kerasdp.errors import ReplicasDifferError, UserError
-from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch
+from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch, set_training_mode
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import as_numbers
-from kerasdp.runtime.run_state import Detail, Evaluated, ModelCache, RunState
-from kerasdp.runtime.watchdog import Watchdog, shapes_of
+from kerasdp.runtime import watchdog
+from kerasdp.runtime.run_state import Evaluated, ModelCache, RunState
+from kerasdp.runtime.watchdog import shapes_of
 
 Logs = dict[str, Any]
 
@@ -76,7 +77,7 @@ class Loop:
         """Trains the batches of an epoch, in a resumed one the rest of them; returns Keras' logs of all."""
         model, num_done = self.model, self.state.num_skipped
         logs = model.get_metrics_result() if num_done else {}
-        self.strategy.set_training(model, True)
+        set_training_mode(model, True)
         for batches in _calls(iter(feed), num_done, model.steps_per_execution):
             if self.state.is_at_last_step:  # a resumed run that had ended within this epoch
                 model.stop_training = True
@@ -94,7 +95,7 @@ class Loop:
                 break
         else:
             self._warn_if_short(feed, num_done)
-        self.strategy.set_training(model, False)
+        set_training_mode(model, False)
         return self._epoch_logs(logs, "train_step")
 
     def _check_state(self) -> None:
@@ -123,7 +124,7 @@ class Loop:
         model, number, logs = self.model, 0, {}
         losses: list[Any] = []  # of a user-defined step
         is_own = "test_step" in own_steps(model)
-        self.strategy.set_training(model, False)
+        set_training_mode(model, False)
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
@@ -148,7 +149,7 @@ class Loop:
         """Predicts all batches; returns the outputs as arrays, of the structure that the model gives."""
         model, outputs = self.model, []
         last: Any = None
-        self.strategy.set_training(model, False)
+        set_training_mode(model, False)
         model.stop_predicting = False
         callbacks.on_predict_begin()
         for number, batch in enumerate(feed):
@@ -226,9 +227,9 @@ def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only
 class ModelSteps:
     """The step functions of the models of a run, made once for each compiled model."""
 
-    def __init__(self, strategy: Strategy, state: RunState, watchdog: Watchdog):
+    def __init__(self, strategy: Strategy, state: RunState):
         """`strategy` makes the functions, which tell `state` of each training step; their calls are marked."""
-        self._strategy, self._state, self._watchdog = strategy, state, watchdog
+        self._strategy, self._state = strategy, state
         # Calls of the runner's `fit`, `evaluate` and `predict` that have not returned.
         self.num_running = 0
         self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
@@ -252,21 +253,18 @@ class ModelSteps:
 
     def _functions_of(self, model: keras.Model) -> StepFunctions:
         # A model that is compiled again needs new functions; compiling makes new objects of all of these.
-        stages = self._strategy.stages
-        pipeline = None if stages is None else stages.engine_of(model)
         # Variables come and go without a `compile`, too: `quantize`, `enable_lora`, a metric that is built.
-        made_for = (getattr(model, "optimizer", None), *made_by_compile(model), pipeline, *all_variables(model))
+        made_for = (getattr(model, "optimizer", None), *made_by_compile(model), *all_variables(model))
         known = self._functions.get(model)
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
             functions = self._strategy.step_functions(model, self._state)
-            functions = functions if stages is None else _training_the_same_weights(model, functions)
             functions = _warning_of_unchanged_weights(model, self._strategy, functions)
             known = made_for, self._marked(functions)
             self._functions.put(model, known)
         return known[1]
 
     def _marked(self, functions: StepFunctions) -> StepFunctions:
-        mark = self._watchdog.step_function
+        mark = watchdog.current.step_function
         return StepFunctions(**{name: function and mark(function) for name, function in vars(functions).items()})
 
 
@@ -337,19 +335,3 @@ def _values_of(variables: list[keras.Variable]) -> list[np.ndarray]:
 
 def _have_changed(variables: list[keras.Variable], before: list[np.ndarray]) -> bool:
     return any((new != old).any() for new, old in zip(_values_of(variables), before, strict=True))
-
-
-def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
-    """Refuses to train once other layers are frozen: a pipeline is made for the weights that `compile` saw."""
-    weights = TrainedWeights(model)
-    key = weights.key()
-
-    def train(batch: DeviceBatch, detail: Detail) -> Trained:
-        if weights.key() != key:
-            raise UserError(
-                f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline "
-                "cannot follow: call model.compile again"
-            )
-        return functions.train(batch, detail)
-
-    return dataclasses.replace(functions, train=train)

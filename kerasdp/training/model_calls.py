@@ -20,6 +20,7 @@ from kerasdp.data.sources import common_length
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import methods_through
 from kerasdp.reporting import report
+from kerasdp.runtime import watchdog
 from kerasdp.runtime.ranks import Processes, meet
 from kerasdp.training.data_checks import about_validation
 
@@ -65,7 +66,7 @@ def _on_all_ranks(method: Method) -> Method:
         given = {}
         if runner.strategy.processes.num_processes > 1:
             given = summarize_arguments(model, _arguments(method, runner, model, *args, **kwargs))
-        with runner.watchdog.watching():
+        with watchdog.current.watching():
             meet(runner.strategy.processes, method.__name__, given)
             return method(runner, model, *args, **kwargs)
 

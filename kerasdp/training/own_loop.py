@@ -17,6 +17,7 @@ from kerasdp.backends.base import DeviceBatch, Strategy
 from kerasdp.backends.steps import variables_of_own_step
 from kerasdp.config import Config
 from kerasdp.data.batch import Feed, Reader, batch_of
+from kerasdp.data.sampling import Split
 from kerasdp.data.sources import num_samples
 from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.models import as_keras_gives
@@ -28,9 +29,9 @@ from kerasdp.portability.random import STEP
 from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
+from kerasdp.runtime import watchdog
 from kerasdp.runtime.ranks import meet
 from kerasdp.runtime.run_state import Detail, RunState
-from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import ModelSteps, require_equal_replicas
@@ -80,7 +81,6 @@ class CalledRunner(Protocol):
     config: Config
     strategy: Strategy
     state: RunState
-    watchdog: Watchdog
     model_steps: ModelSteps
     made_before: MadeBefore
     loop: "OwnLoop | None"
@@ -210,7 +210,7 @@ class Step:
         if is_given:
             batch = _given(batch, runner.strategy)
         if self._model is None:
-            with runner.watchdog.compiling():
+            with watchdog.current.compiling():
                 if is_given:
                     meet(runner.strategy.processes, self.__name__, {"batch": described(batch.sample.data)})
                 self._model = self._made(batch.sample)
@@ -241,7 +241,7 @@ class Step:
             UserError: if the function cannot be used on these devices.
         """
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
-        if config.strategy != "data" or strategy.has_micro_batches:
+        if config.strategy != "data" or config.has_micro_batches:
             raise UserError(
                 f"the step {self.__name__}: a step of one's own trains with --strategy=data and without --accumulate"
             )
@@ -309,7 +309,7 @@ def _given(batch: Any, strategy: Strategy) -> LoopBatch:
         batch = {_GIVEN: {"batch": batch}}
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
-    own = batch_of(data, strategy.split, strategy.shard)
+    own = batch_of(data, Split(strategy.num_replicas), strategy.shard)
     return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), GivenRows(data))
 
 

@@ -85,11 +85,6 @@ def prepare(
         UserError: if the model cannot be used in this run, or not with this data.
     """
     with_targets = step != "predict_step"  # whether the batch has what loss and metrics need
-    if model.steps_per_execution != 1 and not strategy.takes_several_steps:
-        raise UserError(
-            f"steps_per_execution: expected 1 with {config.backend} and --strategy={config.strategy}. "
-            f"Received: {model.steps_per_execution}; leave it out"
-        )
     with scope():
         check_data(model, reader, batch, with_targets=with_targets)
         symbols = symbols_of((batch.inputs, batch.targets, batch.sample_weight), len(batch.indices))
@@ -146,7 +141,7 @@ def require_within_scope(model: keras.Model, strategy: Strategy) -> None:
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
     """Finds where the rows of a batch are in what a step computes, if a layer sees only some of them."""
-    if not strategy.calls_on_some_rows:
+    if not (strategy.splits_batches or config.has_micro_batches):
         return
     if step in own_steps(model):
         if step == "train_step":
@@ -155,11 +150,11 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
         if not is_known(model, step):
             data = reader.sample(NUM_ROWS) if step != "predict_step" else (reader.sample(NUM_ROWS)[0], None, None)
             will_be_checked = step == "train_step" and config.check != "off"
-            find_rows_of_step(model, step, data, strategy.in_replicas, strategy.build_optimizer, will_be_checked)
+            find_rows_of_step(model, step, data, strategy, will_be_checked)
     elif not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
         axes = row_axes_of(model)
-        for layer, variables in axes.assigning if strategy.has_micro_batches else ():
+        for layer, variables in axes.assigning if config.has_micro_batches else ():
             raise UserError(
                 f"layer {layer.name} assigns to {variables[0].path} in its call, which here sees one micro-batch "
                 "after the other: train with --strategy=data and without --accumulate"
@@ -178,8 +173,7 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
 def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) -> None:
     """Says what it costs where a loss or a metric is not known to be a sum over the samples."""
     symbols, compiled = row_axes_of(model).outputs, made_by_compile(model)
-    is_split = strategy.splits_batches and strategy.stages is None
-    if symbols is None or _said_of.get(model) == compiled or not is_split:
+    if symbols is None or _said_of.get(model) == compiled or not strategy.splits_batches:
         return
     _said_of.put(model, compiled)
     reasons = reasons_to_gather(model)
@@ -203,9 +197,8 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
     if config.backend != "jax" or "train_step" in portable_steps(model):  # a function of states builds none
         with plain_attributes_kept(model) if config.backend == "jax" else leave_unchanged(model):
             sample = as_keras_gives(reader.sample(NUM_ROWS))
-            in_replicas = strategy.trace if config.backend == "jax" else strategy.in_replicas
             with explaining_trial(title_of(model, "train_step"), NUM_ROWS, is_split=False):
-                parts = find_parts(model.train_step, sample, in_replicas)
+                parts = find_parts(model.train_step, sample, strategy.each_replica)
         for optimizer, weights in parts.optimizers:
             if not optimizer.built:
                 optimizer.build(weights)
@@ -277,7 +270,7 @@ def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strateg
         reason = "whose state Keras does not keep from one batch to the next with --backend=jax"
     elif config.backend == "torch" and not isinstance(layer, keras.layers.SimpleRNN):
         reason = "whose gradients Keras cannot take with --backend=torch"
-    elif strategy.calls_on_some_rows:
+    elif strategy.splits_batches or config.has_micro_batches:
         reason = "whose state has a row for each sample of a batch, which is split here"
     elif config.keeps_checkpoints:
         reason = "whose state is in no checkpoint, so that a resumed run would differ"

@@ -68,8 +68,7 @@ def make_reader(
     Raises:
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
     """
-    # Of a training alone: its rows may come as micro-batches.
-    split = Split(strategy.num_replicas) if training else strategy.split
+    split = Split(strategy.num_replicas)
     seed = seed_of_fit(config.seed, fit_number)
     source = _source_of(x, y, sample_weight, class_weight)
     if source is not None:

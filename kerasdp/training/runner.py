@@ -31,10 +31,9 @@ from kerasdp.portability import initial_weights
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.row_search import row_axes_of
 from kerasdp.reporting.report import Facts, say, size, warn
-from kerasdp.runtime import signals
+from kerasdp.runtime import signals, watchdog
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Evaluated, RunState, is_made_of_choices
-from kerasdp.runtime.watchdog import Watchdog
 from kerasdp.sharding import bytes_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
@@ -61,19 +60,18 @@ class Runner:
         devices: the devices of the run.
         strategy: how the devices share the work (`kerasdp.backends.base.Strategy`).
         state: where the training is.
-        watchdog: finds out whether this process hangs (`kerasdp.runtime.watchdog`).
         num_fits: calls of `fit`.
         model_steps: the step functions of the models.
         num_model_calls: calls of models' own methods that came to this runner.
         loop: that runs over `batches`; None outside of one.
     """
 
-    def __init__(self, config: Config, devices: Devices, strategy: Strategy, watchdog: Watchdog):
-        self.config, self.devices, self.strategy, self.watchdog = config, devices, strategy, watchdog
+    def __init__(self, config: Config, devices: Devices, strategy: Strategy):
+        self.config, self.devices, self.strategy = config, devices, strategy
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
         self.num_fits = self.num_model_calls = 0
-        self.model_steps = ModelSteps(strategy, self.state, watchdog)
+        self.model_steps = ModelSteps(strategy, self.state)
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
         self.loop: OwnLoop | None = None
@@ -198,7 +196,7 @@ class Runner:
         with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
             check_data(model, reader, first := first_of(reader), is_validation=True)
-            with self.watchdog.compiling():
+            with watchdog.current.compiling():
                 find_rows(model, reader, self.config, self.strategy, "test_step")
         return reader, Evaluated(reader.num_batches and reader.num_batches * epochs, len(first.indices))
 
@@ -212,7 +210,7 @@ class Runner:
         epochs: int,
         verbose: str | int,
     ) -> RunCallbacks:
-        """Sets state and stages to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
+        """Sets state and strategy to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
         if self.is_chief and num_rows < batch_size and isinstance(reader, SampleReader):
             warn(
                 f"the global batch of {batch_size:,} samples is larger than the data, {num_rows:,} samples: each pass "
@@ -224,12 +222,9 @@ class Runner:
             epochs=epochs,
             max_steps=self.config.max_steps,
         )
-        if self.strategy.stages is not None:
-            with self.watchdog.compiling():
-                self.strategy.stages.tune(model, num_rows)
-        else:
-            reader.split.micro_batch_rows = self.config.micro_batch_rows(num_rows, self.strategy.num_replicas)
-            self.strategy.training_split = reader.split
+        with watchdog.current.compiling():
+            reader.split.micro_batch_rows = self.strategy.micro_batch_rows(model, num_rows)
+        self.strategy.split = reader.split
         if isinstance(reader, BatchReader):
             batch_size = num_rows  # whatever it was told
         facts = Facts(
@@ -311,12 +306,11 @@ class Runner:
         with self.model_steps.running(model, evaluated) as functions:
             with_loss = step == "test_step"
             if ("loss" if with_loss else "outputs") not in row_axes_of(model).checked and not own_steps(model):
-                with self.watchdog.compiling():
+                with watchdog.current.compiling():
                     check_first_step(model, self.config, self.strategy, reader, with_loss=with_loss)
             with open_feed(self.strategy, reader) as feed:
                 yield Loop(model, self.strategy, self.state, functions), feed, callbacks
-            if self.strategy.stages is None:  # stages change no variable here
-                self.strategy.gather_variables(model)
+            self.strategy.gather_variables(model)
 
     def step(self, function: Callable[..., Any] | None = None, *, returns: Any = "mean") -> Any:
         """Makes of a function one step on all devices, compiled where the backend can: for a loop of one's own.
@@ -444,7 +438,7 @@ class Runner:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
         self.made_before.refuse(model)
         batch = first_of(reader)
-        with self.watchdog.compiling():
+        with watchdog.current.compiling():
             prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
         return len(batch.indices)
 
@@ -461,7 +455,7 @@ class Runner:
         waiting = signals.awaited() if checkpointer else contextlib.nullcontext()
         with self.model_steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
             try:
-                with self.watchdog.compiling():
+                with watchdog.current.compiling():
                     check_first_step(model, self.config, self.strategy, reader)
                 evaluating = open_feed(self.strategy, validation) if validation else contextlib.nullcontext()
                 with open_feed(self.strategy, reader, self.state) as feed, evaluating as validation_feed:

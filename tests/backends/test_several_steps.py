@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import BACKENDS, assert_alike, files_of_run, result_of, train_resumable
 
-CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 2)]
+CASES = [(name, count) for name in BACKENDS for count in (1, 2)]
 
 
 @pytest.mark.proof

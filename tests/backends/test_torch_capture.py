@@ -1,7 +1,6 @@
 """A step captured as one graph, in pytest's process and without a compiler."""
 
 import collections
-import contextlib
 import types
 
 import keras
@@ -47,11 +46,10 @@ class Foreign(keras.layers.Layer):
 def strategy():
     return types.SimpleNamespace(
         processes=SingleProcess(),
-        compiling=contextlib.nullcontext,
         is_gpu=False,
         num_replicas=1,
         config=Config(backend="torch"),
-        training_split=Split(1),
+        split=Split(1),
     )
 
 

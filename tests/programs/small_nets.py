@@ -126,9 +126,9 @@ def with_batch_norm(runner, model, optimizer, is_by_hand):
     if is_by_hand:
         return {"losses": by_hand(keras, model, x, y)}
     losses, _ = fitted(runner, model, x, y, batch_size=16, epochs=2, shuffle=False)
-    if runner.strategy.stages is None:
+    if runner.config.strategy == "data":
         return {"losses": losses}
-    schedules = runner.strategy.stages.engine_of(model)._schedules.values()
+    schedules = runner.strategy._pipeline_of(model)._schedules.values()
     return {"losses": losses, "schedules": sorted({type(schedule).__name__ for schedule in schedules})}
 
 

@@ -36,7 +36,6 @@ class DataParallel(JaxStrategy):
     """
 
     splits_batches = False
-    takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
@@ -109,7 +108,7 @@ class DataParallel(JaxStrategy):
         """Makes jitted train, test and predict functions, each one program on all devices."""
         context = ReplicaContext(num_replicas=self.num_replicas) if self.num_replicas > 1 else None
         shards = Shards(self.replicated, self._part_of, self.config.shard)
-        return make_step_functions(model, shards, context, lambda: self.training_split)
+        return make_step_functions(model, shards, context, lambda: self.split)
 
     def _part_of(self, shape: Sequence[int]) -> NamedSharding:
         """Returns the sharding of a variable that is cut, if `cut_axis` cuts one of this shape."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import SingleProcess, Strategy, Structure, Tensor
+from kerasdp.backends.base import SingleProcess, Strategy, T, Tensor
 from kerasdp.backends.jax import processes
 from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
@@ -179,6 +179,12 @@ class JaxStrategy(Strategy):
             for layer, choice in zip(layers, chosen, strict=True):
                 layer.use_cudnn = choice
 
+    def each_replica(self, function: Callable[[], T]) -> list[T]:
+        """See `Strategy`. Called eagerly, each operation would be compiled by itself, for a minute on a GPU."""
+        found: list[T] = []
+        self.trace(lambda: found.append(function()))
+        return found
+
     def trace(self, function: Callable[[], None]) -> None:
         """See `Strategy`."""
         jax.eval_shape(function)
@@ -199,15 +205,11 @@ class JaxStrategy(Strategy):
             if len(values) > len({shard for shard, _ in values})
         ]
 
-    def try_call(self, function: Callable[[Structure], Any], arrays: Structure) -> None:
-        """See `Strategy`. Traced: called eagerly, each operation would be compiled by itself, for a minute on a GPU."""
-        jax.eval_shape(function, arrays)
-
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device of this process has used; nothing if they share it."""
+    def peak_memory_bytes(self) -> int:
+        """See `Strategy`."""
         own = [device for device in self.devices if device.process_index == jax.process_index()]
         statistics = [device.memory_stats() or {} for device in own]
-        return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
+        return max(figures.get("peak_bytes_in_use", 0) for figures in statistics) or super().peak_memory_bytes()
 
 
 def _lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Structure, Trained
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Structure, T, Trained
 from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
@@ -21,6 +21,7 @@ from kerasdp.backends.tensorflow.train_step import (
     Graphs,
     ReplicaSteps,
     kind_of,
+    own_shard,
     several,
 )
 from kerasdp.config import Config
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 class DataParallel(TensorFlowStrategy):
     """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
-
-    takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""
@@ -134,48 +133,23 @@ class DataParallel(TensorFlowStrategy):
 
         return run
 
-    def in_replicas(self, function: Callable[[], None]) -> None:
-        """Calls a function in each replica, in a thread of its own, one at a time."""
-        self.mirrored.run(function)
+    def each_replica(self, function: Callable[[], T]) -> list[T]:
+        """See `Strategy`. Each has a thread of its own, one at a time; eager, since a graph would take seconds."""
+        found: dict[int, T] = {}
+
+        def run() -> None:
+            found[collectives.rank()] = function()
+
+        self.mirrored.run(run)
+        return [found[rank] for rank in sorted(found)]
 
     def trace(self, function: Callable[[], None]) -> None:
         """See `Strategy`."""
-        tf.function(lambda: self.in_replicas(function), autograph=False).get_concrete_function()
+        tf.function(lambda: self.mirrored.run(function), autograph=False).get_concrete_function()
 
-    def try_own_step(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
-        """Runs the model's own `train_step` on each replica's rows, without an update; returns what it found."""
-        steps, found = ReplicaSteps(self, model), []
-
-        def run() -> None:
-            found.append(steps.own_step("train_step", _own_batch(batch), is_trial=True)[1])
-
-        self.mirrored.run(run)  # eager: a graph would take seconds
-        return found[0]
-
-    def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
-        """Builds an optimizer from within a replica, once for all."""
-
-        def build(_: Any) -> None:
-            if not optimizer.built:
-                optimizer.build(variables)
-
-        tf.distribute.get_replica_context().merge_call(build)
-
-    def shard_passes(self, model: "keras.Model", batch: DeviceBatch, *, with_loss: bool) -> list[ShardPass]:
-        """Runs a forward pass of training on each replica; no variable changes."""
-        steps = ReplicaSteps(self, model)
-
-        def run() -> Any:
-            return steps.shard_pass(_own_batch(batch), with_loss)
-
-        results = self.mirrored.run(run)  # eager: a graph would take seconds
-        passes = []
-        for rank, own in enumerate(self.split.replicas(len(batch.indices))):
-            layers, outputs, loss = tf.nest.map_structure(
-                lambda value, rank=rank: self.mirrored.experimental_local_results(value)[rank], results
-            )
-            passes.append(ShardPass(layers, outputs, loss, *own))
-        return passes
+    def shard_steps(self, model: "keras.Model") -> ReplicaSteps:
+        """See `Strategy`."""
+        return ReplicaSteps(self, model)
 
     def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
@@ -187,14 +161,14 @@ class DataParallel(TensorFlowStrategy):
                 raise UserError("jit_compile=True: TensorFlow takes one device for it; leave it out, or use --gpus=1")
 
             def run_shards(*data: Any) -> Any:
-                return run(num_rows, *(self.mirrored.run(_own_shard, args=(shards,)) for shards in data))
+                return run(num_rows, *(self.mirrored.run(own_shard, args=(shards,)) for shards in data))
 
             if model.run_eagerly:
                 return run_shards(*data)
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
             kind = kind_of([shards[0] for shards in data[0]])
-            key = weights.key(), len(data), num_rows, self.training_split.micro_batch_rows, kind
+            key = weights.key(), len(data), num_rows, self.split.micro_batch_rows, kind
             return graphs.run(key, run_shards, data, model.jit_compile or None)
 
         return function
@@ -230,14 +204,3 @@ class DataParallel(TensorFlowStrategy):
         gradients = no_gradient_sum() if self.num_replicas > 1 else contextlib.nullcontext()
         with private.read_from_first_replica(metrics), gradients:
             yield
-
-
-def _own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
-    """Returns the shard of a batch for the replica that is being traced."""
-    return tuple(field[collectives.rank()] for field in shards)
-
-
-def _own_batch(batch: DeviceBatch) -> DeviceBatch:
-    """Likewise."""
-    inputs, targets, sample_weight = _own_shard(batch[:3])
-    return DeviceBatch(inputs, targets, sample_weight, batch.indices)

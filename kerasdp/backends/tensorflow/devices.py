@@ -92,11 +92,11 @@ class TensorFlowStrategy(Strategy):
         self.device_names = device_names(devices)
         self.must_be_deterministic = config.deterministic and devices.is_accelerator
 
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device has used; nothing if they share one process."""
+    def peak_memory_bytes(self) -> int:
+        """See `Strategy`."""
         if not self.device_names[0].startswith("GPU"):
-            return []
-        return [tf.config.experimental.get_memory_info(name)["peak"] for name in self.device_names]
+            return super().peak_memory_bytes()
+        return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.device_names)
 
 
 def keep_on_device(arrays: Structure, name: str) -> Structure:

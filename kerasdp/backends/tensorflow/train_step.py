@@ -125,6 +125,20 @@ class ReplicaSteps(ShardSteps):
                 stack.enter_context(losses_by_thread(all_layers(self.model)))
             yield
 
+    def shard_of(self, batch: DeviceBatch) -> DeviceBatch:
+        """See `ShardSteps`."""
+        inputs, targets, sample_weight = own_shard(batch[:3])
+        return DeviceBatch(inputs, targets, sample_weight, batch.indices)
+
+    def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
+        """See `ShardSteps`: once for all replicas."""
+
+        def build(_: Any) -> None:
+            if not optimizer.built:
+                optimizer.build(variables)
+
+        tf.distribute.get_replica_context().merge_call(build)
+
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """See `ShardSteps`."""
         from kerasdp.keras_compat.models import as_keras_gives, losses_of_whole_batch
@@ -133,9 +147,8 @@ class ReplicaSteps(ShardSteps):
         model, context = self.model, self.context(batch, name)
         if context is None:
             return getattr(model, name)(as_keras_gives(batch[:3])), []
-        build = self.strategy.build_optimizer
         with losses_of_whole_batch():
-            return run_on_shard(model, name, batch[:3], context, collectives.sums, build, is_trial)
+            return run_on_shard(model, name, batch[:3], context, collectives.sums, self.build_optimizer, is_trial)
 
     def rank(self) -> int:
         """See `ShardSteps`."""
@@ -172,6 +185,11 @@ class ReplicaSteps(ShardSteps):
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `ShardSteps`."""
         return collectives.mean([], tensors)()[1] if tensors else {}
+
+
+def own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
+    """Returns the shard of a batch for the replica that is being traced."""
+    return tuple(field[collectives.rank()] for field in shards)
 
 
 def updating_at_once() -> contextlib.AbstractContextManager[None]:

@@ -47,6 +47,7 @@ from kerasdp.backends.torch.private import (
 )
 from kerasdp.backends.torch.train_step import RankSteps, flat, unflat, updating_on
 from kerasdp.reporting import report
+from kerasdp.runtime import watchdog
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Detail
 
@@ -125,12 +126,12 @@ class CompiledStep(abc.ABC):
 
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
-        key = (detail, len(batch.indices), self.strategy.training_split.micro_batch_rows, self.kind(), *shapes)
+        key = (detail, len(batch.indices), self.strategy.split.micro_batch_rows, self.kind(), *shapes)
         if key in self.graphs:
             return self._run(self.graphs[key], data)
         if self.reason:
             return None
-        with self.strategy.compiling():
+        with watchdog.current.compiling():
             return self._first(key, data, detail)
 
     def _run(self, graph: Callable[..., Any], data: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
 from kerasdp.backends.steps import TrainedWeights, compared_variables, held_in_words
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.gradients import num_differentiated
@@ -151,9 +151,9 @@ class DataParallel(TorchStrategy):
         with without_numbers():
             function()
 
-    def try_own_step(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
-        """Runs the model's own `train_step` on this process's rows, without an update; returns what it found."""
-        return RankSteps(self, model).own_step("train_step", batch, is_trial=True)[1]
+    def shard_steps(self, model: Any) -> RankSteps:
+        """See `Strategy`."""
+        return RankSteps(self, model)
 
     def _compiles(
         self,
@@ -192,15 +192,6 @@ class DataParallel(TorchStrategy):
         if run_state.num_steps is None or self.config.deterministic:
             return run_state.num_steps
         return run_state.num_steps - run_state.first_step
-
-    @torch.no_grad()
-    def shard_passes(self, model: Any, batch: DeviceBatch, *, with_loss: bool) -> list[ShardPass]:
-        """Runs a forward pass of training on this process's replica; no variable changes."""
-        if self.num_replicas == 1:
-            return []
-        layers, outputs, loss = RankSteps(self, model).shard_pass(batch, with_loss)
-        own = self.split.replicas(len(batch.indices))[self.processes.rank]
-        return [ShardPass(layers, outputs, loss, *own)]
 
     def gather_variables(self, model: Any) -> None:
         """See `Strategy`."""

@@ -31,7 +31,7 @@ from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, 
 from kerasdp.runtime.lines import lost_process
 from kerasdp.runtime.ranks import Cluster, Processes, number_in, require_same
 from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
-from kerasdp.runtime.workers import peak_memory_of_process, run_workers
+from kerasdp.runtime.workers import run_workers
 
 if TYPE_CHECKING:
     import keras
@@ -211,14 +211,8 @@ class TorchStrategy(Strategy):
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
-    def set_training(self, model: Any, is_training: bool) -> None:
-        """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
-        model.train(is_training)
-
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all ranks that have them."""
-        if self.stages is not None:
-            return self.differing(self.stages.engine_of(model).own_variables())
         return self.differing(compared_variables(model, state_only))
 
     def differing(self, own: "list[keras.Variable]") -> list[str]:
@@ -236,13 +230,9 @@ class TorchStrategy(Strategy):
                 seen[path] += 1
         return [path for (path, _), digests in found.items() if len(digests) > 1]
 
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device (on the CPU: each process) has used."""
-        return self.processes.all_gather_object(self.peak_memory_bytes())
-
     def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
-        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else peak_memory_of_process()
+        """See `Strategy`."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else super().peak_memory_bytes()
 
 
 def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
-from kerasdp.backends.steps import learning_rate, restart_seeds
+from kerasdp.backends.steps import TrainedWeights, learning_rate, restart_seeds
 from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback, put_batch
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
+from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext, alone, use
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, ModelCache, RunState
@@ -26,12 +27,12 @@ class PipelineParallel(TorchStrategy):
 
     num_replicas = 1
     shard = (0, 1)
-    splits_batches = True
+    splits_batches = False
 
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
         super().__init__(devices, config)
-        self.stages = Stages(self)
+        self._pipelines: ModelCache[Pipeline] = ModelCache()
         if devices.count == 1 and not dist.is_initialized():
             listen_on_loopback()
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -59,9 +60,15 @@ class PipelineParallel(TorchStrategy):
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that work on all stages."""
-        pipeline = self.stages.engine_of(model)
+        pipeline, weights = self._pipeline_of(model), TrainedWeights(model)
+        compiled_for = weights.key()
 
         def train(batch: DeviceBatch, _: Detail) -> Trained:
+            if weights.key() != compiled_for:
+                raise UserError(
+                    f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline "
+                    "cannot follow: call model.compile again"
+                )
             with numbers_made_on(self.device):
                 loss, rate, logs = pipeline.train_step(batch)
             return Trained(to_host(loss), to_host(rate), logs, {})
@@ -78,36 +85,33 @@ class PipelineParallel(TorchStrategy):
             train=train, test=evaluating(pipeline.test_step), predict=evaluating(pipeline.predict_step)
         )
 
-
-class Stages:
-    """The pipelines of the models of a run, and when they are made.
-
-    Args:
-        strategy: of the run.
-    """
-
-    def __init__(self, strategy: PipelineParallel):
-        self._strategy = strategy
-        self._pipelines: ModelCache[Pipeline] = ModelCache()
-
-    def engine_of(self, model: Any) -> "Pipeline":
+    def _pipeline_of(self, model: Any) -> "Pipeline":
         """Returns the pipeline of a model, made on the first call, and again once the model is compiled again."""
         pipeline = self._pipelines.get(model)
         if pipeline is None or pipeline.is_stale:
-            pipeline = Pipeline(model, self._strategy)
+            pipeline = Pipeline(model, self)
             self._pipelines.put(model, pipeline)
         return pipeline
 
-    def tune(self, model: Any, num_rows: int) -> None:
-        """Lets micro-batches have the size that suits batches of `num_rows` rows."""
+    def micro_batch_rows(self, model: Any, num_rows: int) -> int:
+        """See `Strategy`. From now on micro-batches have the size that suits batches of `num_rows` rows."""
         from kerasdp.pipeline import with_rows
 
-        pipeline = self.engine_of(model)
-        pipeline.plan = with_rows(pipeline.plan, self._strategy.config, num_rows)
+        pipeline = self._pipeline_of(model)
+        pipeline.plan = with_rows(pipeline.plan, self.config, num_rows)
+        return pipeline.plan.size
 
-    def micro_batch_rows(self, model: Any) -> int:
-        """Returns the rows of a micro-batch."""
-        return self.engine_of(model).plan.size
+    def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
+        """See `Strategy`."""
+        return self.differing(self._pipeline_of(model).stage.model.variables)
+
+    def gather_variables(self, model: Any) -> None:
+        """See `Strategy`."""
+        self._pipeline_of(model).gather_variables()
+
+    def description(self, model: Any) -> str:
+        """Returns the stages, and the size of a micro-batch."""
+        return str(self._pipeline_of(model).plan)
 
 
 class Pipeline:
@@ -116,6 +120,7 @@ class Pipeline:
     Attributes:
         plan: how model and batch are cut.
         step: of the latest batch.
+        has_trained: whether this process alone knows the weights of its stage.
     """
 
     def __init__(self, model: Any, strategy: PipelineParallel):
@@ -138,6 +143,7 @@ class Pipeline:
         for variable in [*self.variables_of(self.number), *self.shared, *model.metrics_variables]:
             variable.value.data = variable.value.data.to(strategy.device)
         self.step: PipelineStep
+        self.has_trained = False
         self._schedules: dict[tuple[int, int, bool], Any] = {}
 
     def _made_by_compile(self) -> tuple[Any, ...]:
@@ -150,15 +156,12 @@ class Pipeline:
         """Returns whether the model was compiled again since the pipeline was made."""
         return any(new is not old for new, old in zip(self._made_by_compile(), self._compiled_with))
 
-    def own_variables(self) -> list[Any]:
-        """Returns the variables of this process's stage."""
-        return self.stage.model.variables
-
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Trains on the global batch; returns its loss, the learning rate, and Keras' logs."""
         from kerasdp.keras_compat.layers import weight_penalties
 
         self.model.zero_grad()
+        self.has_trained = True
         self._run(batch, training=True)
         step = self.step
         weights = self.stage.model.trainable_variables
@@ -314,9 +317,10 @@ class Pipeline:
 
     def gather_variables(self) -> None:
         """Gives each process of the pipeline the values of all variables."""
-        for number in range(self.num_stages) if self.num_stages > 1 else ():
+        for number in range(self.num_stages) if self.num_stages > 1 and self.has_trained else ():
             for variable in self.variables_of(number):
                 self._send(variable, number)
+        self.has_trained = False
 
     def _send(self, variable: Any, source: int) -> None:
         """Sends a variable's value from one process of the pipeline to all."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kerasdp.backends.base import DeviceBatch, Trained
+from kerasdp.backends.base import DeviceBatch, ShardPass, Trained
 from kerasdp.backends.fit_step import fit_step
 from kerasdp.backends.steps import Found, LossOfPass, Pass, Received, ShardSteps, all_variables
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
@@ -60,6 +60,11 @@ class RankSteps(ShardSteps):
         with updating_on(self.strategy.device, self.model.optimizer):
             update()
 
+    @torch.no_grad()
+    def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> ShardPass:
+        """See `ShardSteps`."""
+        return super().shard_pass(batch, with_loss)
+
     def largest(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """See `ShardSteps`."""
         own = {str(place): tensor for place, tensor in enumerate(tensors) if tensor is not None}
@@ -95,14 +100,14 @@ class RankSteps(ShardSteps):
         from kerasdp.keras_compat.models import as_keras_gives
         from kerasdp.portability.own_steps import join_steps, run_on_shard
 
-        model, strategy, context = self.model, self.strategy, self.context(batch, name)
+        model, context = self.model, self.context(batch, name)
         found: list[Any] = []
         if context is None:
             logs = getattr(model, name)(as_keras_gives(batch[:3]))
         else:
             with contextlib.nullcontext() if is_trial else join_steps(model):
                 logs, found = run_on_shard(
-                    model, name, batch[:3], context, sum_over_ranks, strategy.build_optimizer, is_trial
+                    model, name, batch[:3], context, sum_over_ranks, self.build_optimizer, is_trial
                 )
         return keras.tree.map_structure(detached, logs), found  # or they would hold what led to them
 
