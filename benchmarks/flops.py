@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdp.pipeline import Graph
+from kerasdp.scale.pipeline import Graph
 
 
 def flops_of(model: Any) -> list[float]:

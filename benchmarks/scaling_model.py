@@ -103,7 +103,7 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
     from flops import flops_of
     from step_bytes import step_bytes
 
-    from kerasdp.pipeline import Graph
+    from kerasdp.scale.pipeline import Graph
 
     config = runner.config
     if config.model not in MODELS:

@@ -20,7 +20,6 @@ from kerasdp.runtime.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
     from kerasdp import parity as parity
-    from kerasdp import pipeline as pipeline
     from kerasdp.checkpoint.trained import export as export
     from kerasdp.checkpoint.trained import load_model as load_model
     from kerasdp.cli.main import main as main
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from kerasdp.portability.gradients import value_and_grad as value_and_grad
     from kerasdp.portability.portable import portable as portable
     from kerasdp.portability.replica_context import all_rows as all_rows
+    from kerasdp.scale import pipeline as pipeline
     from kerasdp.training.optimizers import make_optimizer as make_optimizer
     from kerasdp.training.runner import Runner as Runner
 
@@ -60,7 +60,7 @@ _MODULES = {
     "make_optimizer": "kerasdp.training.optimizers",
     "parity": "kerasdp.parity",
     "per_sample": "kerasdp.portability.global_batch",
-    "pipeline": "kerasdp.pipeline",
+    "pipeline": "kerasdp.scale.pipeline",
     "portable": "kerasdp.portability.portable",
     "portable_step": "kerasdp.portability.gradients",
     "value_and_grad": "kerasdp.portability.gradients",

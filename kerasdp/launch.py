@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp.checkpoint.storage import is_url, locked_folder, removed_if_empty, require_folder
-from kerasdp.config import HANG_TIMEOUT, Config
+from kerasdp.config import BACKENDS, HANG_TIMEOUT, Config
 from kerasdp.config.config import CHECKPOINTS
 from kerasdp.errors import (
     FIELDS_OF_FLAGS,
@@ -34,8 +34,12 @@ from kerasdp.runtime.ranks import Cluster, ending_alike, find_ranks
 from kerasdp.runtime.sending import SentFunction, SentResult, name_of, tf_data_of
 from kerasdp.runtime.workers import supervise
 
-# The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
-STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
+# The module and the class of each engine, by backend and `--strategy`; with torch `--shard` has one of its own.
+_ENGINES = {(name, "data"): (f"kerasdp.backends.{name}.data_parallel", "DataParallel") for name in BACKENDS} | {
+    ("torch", "shard"): ("kerasdp.scale.torch_shards", "ShardedDataParallel"),
+    ("torch", "pipeline"): ("kerasdp.scale.torch_pipeline", "PipelineParallel"),
+    ("jax", "tensor"): ("kerasdp.scale.jax_tensor", "TensorParallel"),
+}
 
 
 def launch(train: Callable[..., Any], settings: Config | None = None, **changes: Any) -> Any:
@@ -299,8 +303,10 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     told = _device_errors_told()
     with signals.noticed(), told:
         with signals.delayed():
-            module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.strategy}_parallel")
-        strategy = getattr(module, STRATEGIES[settings.strategy])(devices, settings)
+            has_own = settings.shard != "none" and (settings.backend, "shard") in _ENGINES
+            place, kind = _ENGINES[str(settings.backend), "shard" if has_own else settings.strategy]
+            engine = getattr(importlib.import_module(place), kind)
+        strategy = engine(devices, settings)
         with signals.delayed():  # only now may Keras be imported
             from kerasdp.reporting.report import warn
             from kerasdp.training.runner import Runner
@@ -321,6 +327,9 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         says_so = settings.verbose != 0 and processes.rank == 0
         watchdog.current = watchdog.Watchdog(timeout or None, compiler=str(settings.backend) if says_so else "")
         runner = Runner(settings, devices, strategy)
+        if settings.remat != "none":
+            remat = importlib.import_module("kerasdp.scale.remat")
+            runner.transforms.append(functools.partial(remat.rematerialize_in, what=settings.remat))
         one_prints = _only_prints_of(processes.rank == 0)
         with ending_alike(processes), _training, runner.training_function(), one_prints:
             result = train(runner)

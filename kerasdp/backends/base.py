@@ -4,8 +4,8 @@ Each folder of `kerasdp.backends` has these names:
 
 - `devices.make_devices(config, cluster)`: chooses the devices of a run and makes virtual ones;
 - `devices.start_workers(worker, devices, settings, train)`: calls a function in each worker process;
-- `data_parallel.DataParallel`, `pipeline_parallel.PipelineParallel` (with JAX also `tensor_parallel.TensorParallel`): a
-  `Strategy`, the whole of what differs between the backends in a worker.
+- `data_parallel.DataParallel`: a `Strategy`, the whole of what differs between the backends in a worker. Others are in
+  `kerasdp.scale`.
 """
 
 import dataclasses

@@ -29,7 +29,6 @@ from kerasdp.config.choices import (
 )
 from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, say_how_it_ends
 from kerasdp.launch import launch
-from kerasdp.parity.trace import Way
 from kerasdp.reporting.report import drop_stdout
 from kerasdp.runtime.devices import choose_backend, is_installed
 
@@ -389,8 +388,10 @@ def _parity(given: dict[str, Any], own: Own) -> tuple[Config, list[str] | None, 
     return _config_on(counts, {"precision": "float32"} | given), backends, counts  # in TF32 all would differ
 
 
-def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Way, Way]]:
+def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Any, Any]]:
     """Returns what is trained, and the two ways."""
+    from kerasdp.parity import Way
+
     names = _backends(own) or [name for name in BACKENDS if is_installed(name)][:2]
     if len(names) != 2:
         raise UserError(f"--backends: expected two, as torch,jax. Received: {','.join(names)}")

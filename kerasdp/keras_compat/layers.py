@@ -373,21 +373,21 @@ def state_of_calls() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return restored
 
 
-# The attribute of a layer that `rematerialize` sets.
-_REMATERIALIZED = "_kerasdp_rematerialized"
+# The attribute of a layer that `set_call` sets.
+_CALL = "_kerasdp_call"
 
 
-def rematerialize(layer: keras.layers.Layer, is_wanted: bool) -> None:
-    """Marks a layer whose call is to be computed once more in the backward pass, or takes the mark away.
+def set_call(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
+    """Lets `call(make, layer, *args, **kwargs)` make the calls of a layer, as rematerialization does.
 
-    Past Keras (3.15), which would track the attribute of a built layer.
+    `make` is what does it otherwise. Past Keras (3.15), which would track the attribute of a built layer.
     """
-    object.__setattr__(layer, _REMATERIALIZED, is_wanted)
+    object.__setattr__(layer, _CALL, call)
 
 
-def is_rematerialized(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer is marked by `rematerialize`."""
-    return vars(layer).get(_REMATERIALIZED, False)
+def call_of(layer: Any) -> Callable[..., Any] | None:
+    """Returns what `set_call` was given for a layer."""
+    return vars(layer).get(_CALL)
 
 
 def is_of_keras(kind: type) -> bool:

@@ -16,11 +16,10 @@ import keras
 from keras import ops
 
 from kerasdp.errors import RunError, UserError
-from kerasdp.keras_compat.layers import hook_add_loss, hook_calls, is_rematerialized, seed_variables
+from kerasdp.keras_compat.layers import call_of, hook_add_loss, hook_calls, seed_variables
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.keras_compat.random import draws_portably, given_seed_generator
 from kerasdp.portability.random import portable_draws
-from kerasdp.portability.remat import call_for_remat
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 # The call of a layer.
@@ -126,13 +125,13 @@ def _make_known_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs
     step = current_step()
     context: ReplicaContext | None = step.replica
     is_drawing = draws_portably(layer)
-    is_again = is_rematerialized(layer)
-    is_plain = context is None and step.record is None and not is_drawing and not is_again
+    own_call = call_of(layer)
+    is_plain = context is None and step.record is None and not is_drawing and own_call is None
     if is_plain or not isinstance(layer, keras.layers.Layer):
         return make(layer, *args, **kwargs)
     call = functools.partial(make, layer)
-    if is_again:
-        call = functools.partial(call_for_remat, call, layer)
+    if own_call is not None:
+        call = functools.partial(own_call, call, layer)
     if is_drawing:
         call = functools.partial(_call_with_portable_draws, call, layer)
     if context is None or context.rows is None:

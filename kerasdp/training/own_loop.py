@@ -26,7 +26,6 @@ from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
 from kerasdp.portability.own_steps import StepParts, find_parts
 from kerasdp.portability.portable import portable
 from kerasdp.portability.random import STEP
-from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
 from kerasdp.runtime import watchdog
@@ -84,6 +83,7 @@ class CalledRunner(Protocol):
     model_steps: ModelSteps
     made_before: MadeBefore
     loop: "OwnLoop | None"
+    transforms: list[Callable[[keras.Model], Any]]
 
     def _scope(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -261,7 +261,8 @@ class Step:
                     optimizer.build(weights)
             model = StepModel(self._function, parts, self._returns)
             portable(model, config.batch_norm)
-            rematerialize_in(model, config.remat)
+            for transform in runner.transforms:
+                transform(model)
         runner.made_before.refuse(model)
         require_within_scope(model, strategy)
         with runner.model_steps.running(model):

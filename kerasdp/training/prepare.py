@@ -31,7 +31,6 @@ from kerasdp.portability.global_batch import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.portability.global_batch import is_loss_of_keras, reasons_to_gather, state_of_losses
 from kerasdp.portability.own_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
 from kerasdp.portability.portable import batch_norms, portable
-from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
 from kerasdp.reporting import report
 from kerasdp.runtime.run_state import ModelCache
@@ -97,7 +96,6 @@ def prepare(
     require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device
         portable(model, config.batch_norm)
-    rematerialize_in(model, config.remat)
     if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"

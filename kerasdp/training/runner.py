@@ -64,6 +64,7 @@ class Runner:
         model_steps: the step functions of the models.
         num_model_calls: calls of models' own methods that came to this runner.
         loop: that runs over `batches`; None outside of one.
+        transforms: change how the layers of a model work before its first step, as rematerialization does.
     """
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy):
@@ -75,6 +76,7 @@ class Runner:
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
         self.loop: OwnLoop | None = None
+        self.transforms: list[Callable[[keras.Model], Any]] = []
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
         save_optimizers_by_public_names()
@@ -440,6 +442,8 @@ class Runner:
         batch = first_of(reader)
         with watchdog.current.compiling():
             prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
+            for transform in self.transforms:
+                transform(model)
         return len(batch.indices)
 
     @contextlib.contextmanager

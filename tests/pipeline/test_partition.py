@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from keras import layers
 
-from kerasdp import pipeline
 from kerasdp.errors import UserError
-from kerasdp.pipeline import Graph
+from kerasdp.scale import pipeline
+from kerasdp.scale.pipeline import Graph
 
 
 def residual(x, filters, number):

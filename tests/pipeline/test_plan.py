@@ -7,7 +7,7 @@ from keras import layers
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.pipeline import MicroBatches, make_plan, with_rows
+from kerasdp.scale.pipeline import MicroBatches, make_plan, with_rows
 
 
 def net(loss="mse"):

@@ -18,9 +18,10 @@ FLOORS = (
     ("config", "keras_compat", "sharding"),
     ("runtime", "data"),
     ("portability", "reporting"),
-    ("models", "pipeline", "checkpoint"),
+    ("models", "checkpoint"),
     ("backends",),
     ("training",),
+    ("scale",),
     ("launch",),
     ("parity",),
     ("cli", "pytest_plugin"),
@@ -88,6 +89,8 @@ def floor_of(module):
 
 def backend_of(path):
     """The backend that a module is for; None if it is for all."""
+    if path.parent.name == "scale" and path.stem.partition("_")[0] in FRAMEWORKS:
+        return path.stem.partition("_")[0]
     return path.parent.name if path.parent.parent.name == "backends" else None
 
 
@@ -181,7 +184,12 @@ def test_importing_the_package_loads_nothing_heavy():
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in FILES if backend_of(path) and path.stem.endswith(("_parallel", "devices"))],
+    [
+        path
+        for path in FILES
+        if backend_of(path)
+        and (path.stem in ("data_parallel", "devices") or "_" in path.stem and path.parent.name == "scale")
+    ],
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_an_engine_loads_no_keras(path):

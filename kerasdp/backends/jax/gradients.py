@@ -51,7 +51,7 @@ def _reached(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
 
 
 def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.portability.remat.Block`; returns the layer's outputs."""
+    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs."""
 
     def run(tensors: list[jax.Array]) -> list[jax.Array]:
         return block.run(tensors, [])

@@ -45,7 +45,7 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.Abstrac
 
 
 def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.portability.remat.Block`; returns the layer's outputs.
+    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs.
 
     What runs eagerly keeps all: TensorFlow would not say which tensors a layer has from elsewhere.
 

@@ -36,7 +36,6 @@ from kerasdp.backends.torch.graph_passes import (
     refuse_draws,
     refuse_exchanges,
 )
-from kerasdp.backends.torch.parts import Means, Parts
 from kerasdp.backends.torch.private import (
     all_reduce_async,
     compile_error,
@@ -66,7 +65,7 @@ class CompiledStep(abc.ABC):
         reason: why there is no graph for the next kind of batch; empty if there may be.
     """
 
-    def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any], parts: Parts | None = None):
+    def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any], parts: Any = None):
         """Made once for each compiled model; `parts`: what this process holds parts of, if it does."""
         from kerasdp.keras_compat.layers import raw_value
 
@@ -219,7 +218,7 @@ class CompiledStep(abc.ABC):
 class CompiledTraining(CompiledStep):
     """Compiled training steps of a model: each gives loss, learning rate, Keras' logs and what `observed` recorded."""
 
-    def __init__(self, strategy: Any, steps: RankSteps, parts: Parts | None = None):
+    def __init__(self, strategy: Any, steps: RankSteps, parts: Any = None):
         super().__init__(strategy, steps, "train", all_variables(steps.model), parts)
         self.weights = TrainedWeights(steps.model)
 
@@ -350,7 +349,7 @@ class CompiledOwnStep(CompiledStep):
 class CompiledEvaluation(CompiledStep):
     """Compiled steps of `evaluate` or `predict` of one model: `test` or `predict` of `RankSteps`."""
 
-    def __init__(self, strategy: Any, steps: RankSteps, name: str, parts: Parts | None = None):
+    def __init__(self, strategy: Any, steps: RankSteps, name: str, parts: Any = None):
         model = steps.model
         super().__init__(
             strategy, steps, name, [*model.variables, *(model.metrics_variables if name == "test" else ())], parts
@@ -453,7 +452,7 @@ _BUCKET_BYTES = 25 * 2**20
 class GradientBuckets:
     """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
-    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Parts | None = None):
+    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Any = None):
         """Takes no gradients yet.
 
         Args:
@@ -465,8 +464,8 @@ class GradientBuckets:
         self.num_replicas, self.parts, self.takes_as_they_come = strategy.num_replicas, parts, False
         # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
-        # What was sent, with the sum on its way.
-        self.sent: list[tuple[list[tuple[int, torch.Tensor]], Any]] = []
+        # Whether they are cut, the gradients that were sent, and their mean or sum on its way.
+        self.sent: list[tuple[bool, list[tuple[int, torch.Tensor]], Any]] = []
         # Of a weight that is held in parts, the backward pass gives this process its own of the mean.
         self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
         self.own |= leaves.keys() - averaged
@@ -500,10 +499,10 @@ class GradientBuckets:
         gradients = [gradient for _, gradient in bucket]
         if is_cut and self.parts is not None:
             axes = [self.parts.axes[key] for key, _ in bucket]
-            self.sent.append((bucket, self.parts.average(gradients, axes, gradients[0].dtype)))
+            self.sent.append((True, bucket, self.parts.average(gradients, axes, gradients[0].dtype)))
             return
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / self.num_replicas
-        self.sent.append((bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
+        self.sent.append((False, bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
 
     def mean(
         self, gradients: list[torch.Tensor | None], variables: list[Any], shared: torch.Tensor | None
@@ -524,8 +523,8 @@ class GradientBuckets:
             id(variable): gradient for variable, gradient in zip(variables, gradients) if id(variable) in self.own
         }
         rest = None
-        for bucket, sent in self.sent:
-            if isinstance(sent, Means):
+        for is_cut, bucket, sent in self.sent:
+            if is_cut:
                 averaged |= {key: part.to(one.dtype) for (key, one), part in zip(bucket, sent.take())}
                 continue
             joined, sizes = wait(sent), [gradient.numel() for _, gradient in bucket]

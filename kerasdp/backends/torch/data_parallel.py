@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights, compared_variables, held_in_words
+from kerasdp.backends.steps import TrainedWeights
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.gradients import num_differentiated
-from kerasdp.backends.torch.parts import Parts, PartsByModel
 from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
@@ -41,11 +40,14 @@ class DataParallel(TorchStrategy):
         self.num_replicas = devices.count
         self.splits_batches = self.num_replicas > 1
         self.shard = self.processes.rank, devices.count
-        self._parts = PartsByModel(config, devices.count)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows to its device."""
         return put_batch(batch, self.device)
+
+    def parts_of(self, model: Any) -> Any:
+        """Returns the `kerasdp.scale.torch_shards.Parts` of a model that this process holds; None if it holds all."""
+        return None
 
     def open_statistics_group(self, model: Any) -> None:
         """Opens a group of its own for the statistics of a model's batch norms, if there are any to exchange.
@@ -71,7 +73,7 @@ class DataParallel(TorchStrategy):
 
         if self.is_gpu:
             self.open_statistics_group(model)
-        steps, weights, parts = RankSteps(self, model), TrainedWeights(model), self._parts.of(model)
+        steps, weights, parts = RankSteps(self, model), TrainedWeights(model), self.parts_of(model)
         parallel_for = None
         compiled: CompiledTraining | CompiledOwnStep | None = None
         is_own = "train_step" in steps.own
@@ -115,7 +117,7 @@ class DataParallel(TorchStrategy):
         return StepFunctions(train=train, test=test, predict=predict)
 
     def _evaluation_function(
-        self, name: str, run_state: RunState, steps: RankSteps, parts: Parts | None
+        self, name: str, run_state: RunState, steps: RankSteps, parts: Any
     ) -> Callable[[DeviceBatch], Any]:
         """Makes the function `test` or `predict`."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
@@ -192,23 +194,3 @@ class DataParallel(TorchStrategy):
         if run_state.num_steps is None or self.config.deterministic:
             return run_state.num_steps
         return run_state.num_steps - run_state.first_step
-
-    def gather_variables(self, model: Any) -> None:
-        """See `Strategy`."""
-        if (parts := self._parts.known(model)) is not None:
-            parts.gather()
-
-    def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """See `Strategy`."""
-        return self._parts.read(model, variables, take)
-
-    def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
-        """See `Strategy`."""
-        parts = self._parts.known(model)
-        cut = parts.axes if parts is not None and parts.is_cut and parts.holds_weights else ()
-        return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
-
-    def description(self, model: Any) -> str:
-        """See `Strategy`; also how much of the model a process holds, if not all."""
-        held = held_in_words(model, self.config.shard, self.num_replicas)
-        return "\n".join(filter(None, [super().description(model), held]))

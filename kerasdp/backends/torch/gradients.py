@@ -82,7 +82,7 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.Abstrac
 
 
 def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.portability.remat.Block`; returns the layer's outputs.
+    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs.
 
     Not by an `autograd.Function`: the gradients of tensors that the layer has from elsewhere would be lost.
     """

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from kerasdp.backends.steps import compared_variables, held_in_words
 from kerasdp.backends.torch.collectives import gather_by_group
+from kerasdp.backends.torch.data_parallel import DataParallel
 from kerasdp.backends.torch.private import (
     all_reduce_async,
     is_being_captured,
@@ -19,6 +21,7 @@ from kerasdp.backends.torch.private import (
 )
 from kerasdp.config import Config
 from kerasdp.errors import UserError
+from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import ModelCache
 from kerasdp.sharding import cut_axis, part_of, part_shape
 
@@ -236,36 +239,43 @@ class Parts:
             yield scope
 
 
-class PartsByModel:
-    """What is cut of each model of a run.
+class ShardedDataParallel(DataParallel):
+    """A replica of the model in each process, which holds some of its variables in parts between two steps."""
 
-    Args:
-        config: of the run.
-        num_replicas: likewise.
-    """
-
-    def __init__(self, config: Config, num_replicas: int):
-        self._is_on, self._config = config.shard != "none" and num_replicas > 1, config
+    def __init__(self, devices: Devices, config: Config):
+        super().__init__(devices, config)
         self._parts: ModelCache[Parts] = ModelCache()
 
-    def of(self, model: Any) -> Parts | None:
-        """Returns what is cut of a model, found once more when it is compiled again; None if nothing is."""
-        if not self._is_on:
+    def parts_of(self, model: Any) -> Parts | None:
+        """Returns what is cut of a model, found once more when it is compiled again; None on one device."""
+        if self.num_replicas == 1:
             return None
         if (parts := self._parts.get(model)) is None or parts.is_stale:
-            parts = Parts(model, self._config)
+            parts = Parts(model, self.config)
             self._parts.put(model, parts)
         return parts
 
-    def known(self, model: Any) -> Parts | None:
-        """Returns what is cut of a model that has step functions; None if nothing is."""
-        return self._parts.get(model)
+    def gather_variables(self, model: Any) -> None:
+        """See `Strategy`."""
+        if (parts := self._parts.get(model)) is not None:
+            parts.gather()
 
     def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """See `Strategy.read`."""
-        parts = self.known(model)
+        """See `Strategy`."""
+        parts = self._parts.get(model)
         wholes = variables if parts is None else map(parts.read, variables)
         return [take(whole) if take else None for whole in wholes]
+
+    def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
+        """See `Strategy`."""
+        parts = self._parts.get(model)
+        cut = parts.axes if parts is not None and parts.is_cut and parts.holds_weights else ()
+        return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
+
+    def description(self, model: Any) -> str:
+        """See `Strategy`; also how much of the model a process holds."""
+        held = held_in_words(model, self.config.shard, self.num_replicas)
+        return "\n".join(filter(None, [super().description(model), held]))
 
 
 class _Saved(NamedTuple):

@@ -95,7 +95,7 @@ class PipelineParallel(TorchStrategy):
 
     def micro_batch_rows(self, model: Any, num_rows: int) -> int:
         """See `Strategy`. From now on micro-batches have the size that suits batches of `num_rows` rows."""
-        from kerasdp.pipeline import with_rows
+        from kerasdp.scale.pipeline import with_rows
 
         pipeline = self._pipeline_of(model)
         pipeline.plan = with_rows(pipeline.plan, self.config, num_rows)
@@ -125,7 +125,7 @@ class Pipeline:
 
     def __init__(self, model: Any, strategy: PipelineParallel):
         from kerasdp.keras_compat.layers import all_layers
-        from kerasdp.pipeline import make_plan
+        from kerasdp.scale.pipeline import make_plan
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
         self._compiled_with = self._made_by_compile()
@@ -479,7 +479,7 @@ class StageModule(torch.nn.Module):
         # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
         outputs = [output.contiguous() for output in outputs]
         if context.penalties:
-            penalty = sum(context.penalties) * step.micro_batches.share_of_rows(number)
+            penalty = sum(context.penalties) * (context.num_rows / context.total_rows)
             step.penalties.append(penalty.detach())
             outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))
         if self.is_last:

@@ -382,10 +382,6 @@ class MicroBatches:
         rows = self.rows(number)
         return rows.stop - rows.start
 
-    def share_of_rows(self, number: int) -> float:
-        """Returns the share of the batch's rows that one of them has."""
-        return self.num_rows_of(number) / self.num_rows
-
     def shares(self, model: keras.Model, *, is_weighted: bool) -> list[float]:
         """Returns the weight of each micro-batch's loss in the loss of the global batch.
 

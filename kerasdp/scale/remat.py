@@ -17,10 +17,9 @@ from kerasdp.keras_compat.layers import (
     ReadingScope,
     all_layers,
     is_named,
-    is_rematerialized,
     mask_of,
     raw_value,
-    rematerialize,
+    set_call,
     set_mask,
     state_of_calls,
 )
@@ -52,8 +51,8 @@ def call_for_remat(call: Call, layer: keras.layers.Layer, *args: Any, **kwargs: 
     return backend.rematerialized(Block(call, layer, args, kwargs))
 
 
-def rematerialize_in(model: keras.Model, what: str) -> list[keras.layers.Layer]:
-    """Marks the layers of a model that are computed once more in the backward pass; returns them.
+def rematerialize_in(model: keras.Model, what: str) -> None:
+    """Lets layers of a model be computed once more in the backward pass.
 
     Args:
         model: built.
@@ -62,18 +61,12 @@ def rematerialize_in(model: keras.Model, what: str) -> list[keras.layers.Layer]:
     Raises:
         UserError: if there are none.
     """
-    chosen = chosen_layers(model, what)
-    known = {id(layer) for layer in chosen}
-    for layer in all_layers(model):
-        if id(layer) in known or is_rematerialized(layer):
-            rematerialize(layer, id(layer) in known)
-    return chosen
+    for layer in chosen_layers(model, what):
+        set_call(layer, call_for_remat)
 
 
 def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
     """Returns the layers of a model that `Config.remat` names."""
-    if what == "none":
-        return []
     if what == "blocks":
         chosen = blocks_of(model)
         if not chosen:

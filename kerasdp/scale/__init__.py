@@ -1,0 +1,1 @@
+"""Trains models that do not fit on a device: shards of weights, rematerialization, pipelines."""
