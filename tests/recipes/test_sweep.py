@@ -13,6 +13,8 @@ pytestmark = pytest.mark.proof
 optuna = pytest.importorskip("optuna")
 
 SHORT = ("--device=cpu", "--model=mlp", "--epochs=2", "--max_steps=12", "--trials=2")
+# Twelve steps take as many milliseconds: the run would be over when it is killed.
+LONGER = ("--epochs=20", "--max_steps=400", "--checkpoint_every=1")
 
 
 def study_in(workdir):
@@ -25,10 +27,10 @@ def study_in(workdir):
 def test_a_sweep_that_is_killed_continues(backend, tmp_path):
     """Killed in the second of two runs: the first is not trained again, the second continues at its next step."""
     workdir = tmp_path / "sweep"
-    flags = (f"--backend={backend}", *SHORT, f"--workdir={workdir}", "--checkpoint_every=1")
+    flags = (f"--backend={backend}", *SHORT, *LONGER, f"--workdir={workdir}")
     program = start("recipes/sweep.py", *flags, backend=backend)
     folder = workdir / "run-001" / "checkpoints"
-    while not (folder.is_dir() and any(path.suffix == ".safetensors" for path in folder.iterdir())):
+    while not list(folder.glob("step-*.safetensors")):
         assert program.poll() is None
     program.send_signal(signal.SIGKILL)
     program.wait(20)
