@@ -139,9 +139,10 @@ def require_within_scope(model: keras.Model, strategy: Strategy) -> None:
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
     """Finds where the rows of a batch are in what a step computes, if a layer sees only some of them."""
-    if not (strategy.splits_batches or config.has_micro_batches):
+    is_own = step in own_steps(model)
+    if not (strategy.splits_batches or (config.has_micro_batches and not is_own)):
         return
-    if step in own_steps(model):
+    if is_own:
         if step == "train_step":
             name = getattr(model, "title", f"the train_step of {type(model).__name__}")
             refuse_next_values(model, f"{name} on several devices", "use --backend=jax, one device, or fit without it")

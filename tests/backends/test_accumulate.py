@@ -97,3 +97,41 @@ def test_with_what_else_saves_memory_or_time(backend):
     *results, whole = trained(backend, [*cases, {"net": "random"}])
     for received, case in zip(results, cases, strict=True):
         assert_taught_alike(received, whole, case)
+
+
+EVALUATION = """
+import keras
+import numpy as np
+import kerasdp
+
+class Model(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def test_step(self, data):
+        x, y = data
+        return {"loss": keras.ops.mean((self(x, training=False) - y) ** 2)}
+
+def train(runner):
+    with runner.scope():
+        model = Model()
+        model.compile("sgd", "mse")
+    x = np.random.RandomState(0).uniform(size=(40, 4))
+    data = x, x.sum(1, keepdims=True)
+    history = model.fit(*data, verbose=0, validation_data=data).history
+    return history["val_loss"][0], model.evaluate(*data, batch_size=40, verbose=0)
+
+loss, again = kerasdp.launch(train, num_devices=2, device="cpu", accumulate=2, batch_size=10, verbose=0)
+assert abs(loss - again) < 1e-6 * again, (loss, again)
+"""
+
+
+@all_but("torch", "tensorflow")
+def test_a_user_defined_evaluation_sees_whole_batches(backend, tmp_path):
+    (tmp_path / "program.py").write_text(EVALUATION)
+    done = run(tmp_path / "program.py", backend=backend, KERAS_BACKEND=backend)
+    assert done.returncode == 0, done.stderr
