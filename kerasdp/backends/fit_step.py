@@ -19,13 +19,14 @@ def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
 
     Args:
         replica: of the model.
-        batch: its shard of the batch, with padding (1).
+        batch: its shard of the batch, with padding (1); on jax, where one replica stands for all devices, the batch.
         detail: what to record.
     """
     from kerasdp.backends.observer import forward_pass, observed
 
     model, passes = replica.model, replica.passes(batch)
-    variables, detail = model.trainable_weights[:], detail if len(passes) == 1 else Detail.NOTHING
+    variables = model.trainable_weights[:]
+    detail = Detail.NOTHING if len(passes) > 1 else detail  # no pass of several has the gradients of the batch
 
     def loss_of_own_rows(one: Pass) -> tuple[Any, "GlobalBatch", dict[str, Any]]:
         # The forward pass on the shard: batch norms exchange their statistics (5), layers know their rows (6).
@@ -39,12 +40,16 @@ def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
 
     gradients, share, found = replica.add_up_passes(loss_of_own_rows, passes)
     # The mean of the gradients over the replicas (2); the sums of loss, metrics and moving statistics (3, 5).
-    received = replica.mean(gradients, share.sums.shared)
-    means, sums = received()
-    seen, rate = observed(detail, replica.whole_gradients(means), found), learning_rate(model.optimizer)
+    unpack = replica.all_reduce(gradients, share.sums.shared)
+    means, sums = unpack()
+    # With shards of weights, whole gradients are gathered: only to be recorded.
+    recorded = [] if detail == Detail.NOTHING else replica.whole_gradients(means)
+    seen, rate = observed(detail, recorded, found), learning_rate(model.optimizer)
 
     def update() -> None:
-        means, sums = received()
+        # TensorFlow compiles this by itself on GPUs: it unpacks its own tensors, which must not leave it. Nothing is
+        # sent again.
+        means, sums = unpack()
         share.take(sums)
         share.move_statistics()
         if variables:
@@ -52,4 +57,5 @@ def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
 
     replica.update(update)  # the same on each replica
     loss = share.take(sums)
+    # Gathers the outputs of all replicas, if a metric is no sum over the rows.
     return Trained(loss, rate, share.update_metrics(loss), seen)

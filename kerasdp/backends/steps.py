@@ -131,10 +131,10 @@ class Pass(NamedTuple):
     """What one pass of a training step computes on a replica: the batch, or a micro-batch.
 
     Attributes:
-        batch: the replica's rows, with padding; as many indices as all replicas have rows.
-        replicas: the rows of all of them.
-        total_rows: of the global batch; None if this is the whole.
-        share: the weight of this pass' loss in the loss of the global batch.
+        batch: the replica's rows, with padding. The length of its indices is the number of real rows of all replicas.
+        replicas: the rows that each replica has of the batch, or of the micro-batch.
+        total_rows: of the global batch, in a pass of a micro-batch; None in a pass of the whole batch.
+        share: the weight of the micro-batch's loss in the loss of the global batch.
         is_last: whether it is the last pass of the step.
     """
 
@@ -184,8 +184,10 @@ def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
 Found = dict[str, Any]
 # Computes the loss of a pass that is differentiated, loss and metrics of its rows, and what was recorded.
 LossOfPass = Callable[[Pass], tuple[Tensor, "GlobalBatch", Found]]
+# Of each trained weight; None where a weight has none.
+Gradients = list[Tensor | None]
 # Gradients, averaged over the replicas, and sums.
-Received = tuple[list[Tensor | None], dict[str, Tensor]]
+Received = tuple[Gradients, dict[str, Tensor]]
 
 
 class Replica(abc.ABC):
@@ -246,19 +248,23 @@ class Replica(abc.ABC):
         """Runs `compute` on a pass; returns the loss' gradients by the trained weights, and what else it gives."""
 
     @abc.abstractmethod
-    def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
-        """Averages gradients over the replicas, and sums other tensors; returns what gives both, as often as called."""
+    def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
+        """Ends the all-reduce: gradients are averaged over the replicas, other tensors are summed.
+
+        Returns:
+            A function that returns both. It sends nothing, and may be called again.
+        """
 
     @abc.abstractmethod
     def update(self, update: Callable[[], None]) -> None:
         """Runs what assigns a step's new values to the variables of this replica."""
 
-    def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
-        """Returns a pass that begins once these gradients are there."""
+    def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
+        """Returns the pass with inputs that depend on these gradients, so that it runs after them."""
         return one
 
     def whole_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the whole gradients, where a replica has parts of them."""
+        """Returns the whole gradients. Where a replica has parts of them, it gathers the parts of all."""
         return gradients
 
     def add_up_passes(
@@ -277,13 +283,13 @@ class Replica(abc.ABC):
         sums = None
         for one in passes:
             restart_seeds(seeds)
-            own, share, found = self.differentiate(compute, self.after(gradients, one))
+            own, share, found = self.differentiate(compute, self.wait_for(gradients, one))
             add_gradients(gradients, own)
             sums = share.sums = added(sums, share.sums)
         return gradients, share, found
 
     def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
-        """Returns what is differentiated."""
+        """Returns the loss that is differentiated: of the replica's rows, times the scale of a LossScaleOptimizer."""
         divisor = self.loss_divisor()
         return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
 
@@ -385,7 +391,7 @@ class ShardSteps(Replica):
 
         return self.largest([each if is_next_value(variable) else None for each, variable in zip(gradients, variables)])
 
-    def joined(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
+    def with_next_values(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
         """Returns the gradients of the global batch's loss, from their means and from next values."""
         divisor = self.loss_divisor()
         if divisor == 1:
@@ -396,8 +402,8 @@ class ShardSteps(Replica):
     def loss_divisor(self) -> int:
         """See `Replica`.
 
-        Gradients are averaged over the replicas, so a replica's are as many times too large as there are replicas.
-        Where float8 keeps how large they are, each replica takes its share of the loss; see `joined`.
+        The loss of a replica's rows is multiplied by the number of replicas, since gradients are averaged. Float8 keeps
+        how large gradients are: there the loss is divided by that number, and `with_next_values` multiplies the means.
         """
         from kerasdp.keras_compat.layers import is_next_value
 

@@ -15,6 +15,7 @@ from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor, Trained
 from kerasdp.backends.fit_step import fit_step
 from kerasdp.backends.steps import (
     Found,
+    Gradients,
     LossOfPass,
     Pass,
     Received,
@@ -325,7 +326,9 @@ def _packed(data: tuple[Any, ...]) -> Any:
 
 
 class WholeBatch(Replica):
-    """Runs a training step on the whole global batch: XLA splits it over the devices, and adds the sums over them.
+    """Runs a training step on the whole global batch: one replica stands for all devices.
+
+    XLA splits the batch over the devices, and adds up what it must.
 
     Args:
         model: built and compiled.
@@ -418,7 +421,7 @@ class WholeBatch(Replica):
             total, values = carry
             values = [old if id(each) in self._seeds else new for each, old, new in zip(variables, begun, values)]
             with InnerScope(zip(variables, values)) as scope:
-                own, share, _ = self.differentiate(compute, self.after(total, one))
+                own, share, _ = self.differentiate(compute, self.wait_for(total, one))
             shares.append(share)
             total = self._shards.cut(jax.tree.map(jnp.add, total, own))
             return (total, list(map(scope.get_current_value, variables))), share.sums
@@ -448,7 +451,7 @@ class WholeBatch(Replica):
         shares[-1].sums = sums
         return gradients, shares[-1], {}
 
-    def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
+    def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
         """See `Replica`.
 
         XLA would otherwise make all forward passes first, and keep all that they leave. On the CPU (jaxlib 0.10.2) it
@@ -461,7 +464,7 @@ class WholeBatch(Replica):
         inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), one.batch.inputs)
         return one._replace(batch=one.batch._replace(inputs=inputs))
 
-    def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
         """See `Replica`: of the whole batch there is nothing to average."""
         return lambda: (self._shards.cut(gradients), shared)
 

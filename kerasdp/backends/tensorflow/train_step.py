@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.backends.fit_step import fit_step
-from kerasdp.backends.steps import Found, LossOfPass, Pass, Received, ShardSteps, all_variables
+from kerasdp.backends.steps import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.gradients import dense
@@ -69,13 +69,13 @@ class ReplicaSteps(ShardSteps):
         share.sums = sums
         return gradients, share, {}
 
-    def after(self, gradients: list[Tensor | None], one: Pass) -> Pass:
+    def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
         """See `Replica`. TensorFlow would otherwise make all forward passes first, and keep all that they leave."""
         with tf.control_dependencies([each for each in gradients if each is not None]):
             data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), tuple(one.batch[:3]))
         return one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
 
-    def mean(self, gradients: list[Tensor | None], shared: dict[str, Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
         """See `Replica`. Both are one message."""
         from kerasdp.keras_compat.layers import is_next_value
 
@@ -88,7 +88,7 @@ class ReplicaSteps(ShardSteps):
 
         def take_apart() -> Received:
             means, sums = received()
-            return self.joined(means, next_values), sums
+            return self.with_next_values(means, next_values), sums
 
         # On GPUs the compiled update calls it again, so that its results are not stored. Elsewhere one call is enough.
         return take_apart if xla.has_gpus() else functools.cache(take_apart)

@@ -18,6 +18,7 @@ from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.fit_step import fit_step
 from kerasdp.backends.steps import (
     Found,
+    Gradients,
     LossOfPass,
     Pass,
     Received,
@@ -267,7 +268,7 @@ class RankInGraph(RankSteps):
 
         variables = self.model.trainable_weights
         if one.total_rows is None:
-            self._buckets.take_as_they_come({id(each): leaf for each, leaf in zip(variables, self._leaves)})
+            self._buckets.register_hooks({id(each): leaf for each, leaf in zip(variables, self._leaves)})
         with torch.enable_grad(), InnerScope() as scope:
             loss, share, found = compute(one)
         require_leaves(variables, scope.assigned)
@@ -277,14 +278,14 @@ class RankInGraph(RankSteps):
         scope.write_back(list(map(detached, scope.assigned_values())))  # without what led to them
         return gradients, share, found
 
-    def mean(self, gradients: list[torch.Tensor | None], shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
         """See `Replica`."""
         variables = self.model.trainable_weights
-        if not self._buckets.takes_as_they_come:
+        if not self._buckets.has_hooks:
             self._buckets.take({id(variable): gradient for variable, gradient in zip(variables, gradients)})
         means, sums = self._buckets.mean(gradients, variables, flat(shared))
         if self.strategy.num_replicas > 1:
-            means = self.joined(means, self.next_values(means, variables))
+            means = self.with_next_values(means, self.next_values(means, variables))
         received = means, unflat(sums, shared)
         return lambda: received
 
@@ -461,7 +462,7 @@ class GradientBuckets:
             averaged: those of them whose gradients are averaged, by the same.
             parts: that are averaged, if any.
         """
-        self.num_replicas, self.parts, self.takes_as_they_come = strategy.num_replicas, parts, False
+        self.num_replicas, self.parts, self.has_hooks = strategy.num_replicas, parts, False
         # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
         # Whether they are cut, the gradients that were sent, and their mean or sum on its way.
@@ -470,12 +471,12 @@ class GradientBuckets:
         self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
         self.own |= leaves.keys() - averaged
 
-    def take_as_they_come(self, leaves: dict[int, torch.Tensor]) -> None:
+    def register_hooks(self, leaves: dict[int, torch.Tensor]) -> None:
         """Hooks itself to the leaves: the next backward pass gives each gradient as soon as it has it.
 
         It does not keep the leaves: their hooks refer to it, and gradients in a cycle stay until Python collects it.
         """
-        self.takes_as_they_come = True
+        self.has_hooks = True
         for key, leaf in leaves.items():
             leaf.register_hook(lambda gradient, key=key: self.take({key: gradient}))
 

@@ -11,7 +11,7 @@ import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, Trained
 from kerasdp.backends.fit_step import fit_step
-from kerasdp.backends.steps import Found, LossOfPass, Pass, Received, ShardSteps, all_variables
+from kerasdp.backends.steps import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
@@ -32,9 +32,10 @@ class RankSteps(ShardSteps):
         return fit_step(self, batch, detail)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
-        """See `Replica`. DistributedDataParallel adds up the gradients of all passes, and averages them in the last.
+        """See `Replica`.
 
-        That is in buckets as they come; until then there are none.
+        `.grad` adds up the gradients of all passes. DistributedDataParallel averages it in the last backward pass, in
+        buckets as they come. The passes before return None for each weight.
         """
         variables = self.model.trainable_weights
         is_exchanged = one.is_last or not hasattr(self.module, "no_sync")
@@ -44,14 +45,14 @@ class RankSteps(ShardSteps):
                 loss.backward()
         return [variable.value.grad if one.is_last else None for variable in variables], share, found
 
-    def mean(self, gradients: list[torch.Tensor | None], shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
         """See `Replica`."""
         from kerasdp.keras_compat.layers import is_next_value
 
         variables = self.model.trainable_weights
         if self.strategy.num_replicas > 1:
             reduce_others(self.module, [variable for variable in variables if not is_next_value(variable)])
-            gradients = self.joined(gradients, self.next_values(gradients, variables))
+            gradients = self.with_next_values(gradients, self.next_values(gradients, variables))
             shared = self.sums(shared)
         return lambda: (gradients, shared)
 
