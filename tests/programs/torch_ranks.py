@@ -156,7 +156,7 @@ def averaged(rank, bucket_bytes, is_shared):
     strategy = types.SimpleNamespace(num_replicas=2)
     leaves = {id(weight): weight for weight in weights}
     buckets = compiled_step.GradientBuckets(strategy, leaves, set(leaves))
-    buckets.take_as_they_come(leaves)
+    buckets.register_hooks(leaves)
     x = torch.tensor([1.0, 2.0, 4.0]) * (1 + 2 * rank)
     loss = (weights[0] * x).sum() + (weights[1] * x).sum() * 2 + weights[2].sum() * x[0]
     own = torch.autograd.grad(loss, weights, allow_unused=True)
