@@ -34,7 +34,7 @@ from kerasdp.runtime.ranks import Cluster, ending_alike, find_ranks
 from kerasdp.runtime.sending import SentFunction, SentResult, name_of, tf_data_of
 from kerasdp.runtime.workers import supervise
 
-# The module and the class of each engine, by backend and `--strategy`; with torch `--shard` has one of its own.
+# The module and the class of each engine, by backend and `--strategy`. On torch `--shard` has another engine.
 _ENGINES = {(name, "data"): (f"kerasdp.backends.{name}.data_parallel", "DataParallel") for name in BACKENDS} | {
     ("torch", "shard"): ("kerasdp.scale.torch_shards", "ShardedDataParallel"),
     ("torch", "pipeline"): ("kerasdp.scale.torch_pipeline", "PipelineParallel"),

@@ -73,8 +73,8 @@ class StepFunctions:
         train: trains on a batch, and records as much as its second argument says.
         test: updates the metrics; returns Keras' logs.
         predict: returns the outputs of the global batch.
-        train_several: trains on several batches of one shape in one program, and gives the logs of the last; None if
-            the strategy takes no `steps_per_execution`.
+        train_several: trains on several batches of one shape in one program, and gives the logs of the last. None: the
+            steps of a call run one after the other.
     """
 
     train: Callable[[DeviceBatch, "Detail"], Trained]
@@ -148,7 +148,7 @@ class Strategy(Protocol):
 
     @functools.cached_property
     def split(self) -> Split:
-        """Returns how the replicas split a batch, one that is trained on maybe into micro-batches: a `fit` sets it."""
+        """Returns how the replicas split a batch. A `fit` sets it: batches of a training may have micro-batches."""
         return Split(self.num_replicas)
 
     def scope(self) -> AbstractContextManager[None]:
@@ -173,9 +173,9 @@ class Strategy(Protocol):
         """
 
     def each_replica(self, function: Callable[[], T]) -> list[T]:
-        """Calls a function in each replica of this process, as its step would be; returns what it gives in each.
+        """Calls a function in each replica of this process, and returns the results in the order of the replicas.
 
-        A strategy that compiles each operation by itself traces the function instead.
+        jax traces the function: called eagerly, each operation would be compiled by itself.
         """
         return [function()]
 

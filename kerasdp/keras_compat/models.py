@@ -211,7 +211,7 @@ def restored_epoch(model: keras.Model) -> int | None:
 
 
 def set_training_mode(model: keras.Model, is_training: bool) -> None:
-    """Switches a model that is a module of torch, as Keras' own `fit` and `evaluate` do; layers of Keras are told."""
+    """Sets the mode of a model on torch, where it is a `torch.nn.Module`, as Keras' own `fit` and `evaluate` do."""
     if keras.backend.backend() == "torch":
         model.train(is_training)
 

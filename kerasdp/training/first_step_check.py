@@ -92,7 +92,7 @@ def check_first_step(
         return
     name, text, num_rows = _first_of_all(model, strategy, reader, with_loss)
     operation = _mixing_operation(model, strategy, reader, with_loss) if text else ""
-    while text and not strategy.config.has_micro_batches and _calls_with_all_rows(model, name, reader, strategy):
+    while text and not config.has_micro_batches and _calls_with_all_rows(model, name, reader, strategy):
         mixing, by, (name, text, num_rows) = name, operation, _first_of_all(model, strategy, reader, with_loss)
         if name == mixing:
             break

@@ -180,7 +180,7 @@ class JaxStrategy(Strategy):
                 layer.use_cudnn = choice
 
     def each_replica(self, function: Callable[[], T]) -> list[T]:
-        """See `Strategy`. Called eagerly, each operation would be compiled by itself, for a minute on a GPU."""
+        """See `Strategy`. The function is traced: called eagerly, it would take a minute on a GPU."""
         found: list[T] = []
         self.trace(lambda: found.append(function()))
         return found

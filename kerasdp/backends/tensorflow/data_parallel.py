@@ -134,7 +134,7 @@ class DataParallel(TensorFlowStrategy):
         return run
 
     def each_replica(self, function: Callable[[], T]) -> list[T]:
-        """See `Strategy`. Each has a thread of its own, one at a time; eager, since a graph would take seconds."""
+        """See `Strategy`. The replicas run in turns, each in its thread, without a graph: to trace takes seconds."""
         found: dict[int, T] = {}
 
         def run() -> None:
