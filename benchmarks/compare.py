@@ -30,7 +30,7 @@ from measure import compare
 
 import kerasdp
 from kerasdp.cli.main import Recipe, ending_with_a_line, read
-from kerasdp.runtime.devices import choose_backend
+from kerasdp.processes.devices import choose_backend
 
 TAKEN = Recipe(
     takes=["model", "dataset", "data_dir", "batch_size", "precision", "device", "compile",

@@ -12,7 +12,7 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
-from kerasdp.runtime.devices import is_installed
+from kerasdp.processes.devices import is_installed
 
 # The peers: framework (None: any), file in this folder, further flags.
 PEERS: dict[str, tuple[str | None, str, list[str]]] = {

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import kerasdp
-from kerasdp.runtime.workers import run_workers
+from kerasdp.processes.workers import run_workers
 
 SECONDS, NUM_STAGES, NUM_STEPS = 0.05, 2, 3
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
 from kerasdp.keras_compat.models import compiled_variables
-from kerasdp.portability.global_batch import reasons_to_gather
-from kerasdp.portability.portable import batch_norms
+from kerasdp.same.portable import batch_norms
 from kerasdp.sharding import bytes_of
+from kerasdp.step.global_batch import reasons_to_gather
 from kerasdp.training.prepare import bytes_of_row
 
 if TYPE_CHECKING:

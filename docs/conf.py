@@ -13,7 +13,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Kera
 import kerasdp  # noqa: E402
 from kerasdp.cli.main import CHOICES, RECIPES, in_groups  # noqa: E402
 from kerasdp.config.choices import choices_of  # noqa: E402
-from kerasdp.runtime.devices import choose_backend  # noqa: E402
+from kerasdp.processes.devices import choose_backend  # noqa: E402
 
 os.environ["KERAS_BACKEND"] = choose_backend(None)  # without it Keras takes TensorFlow, installed or not
 

@@ -16,7 +16,7 @@ from kerasdp.errors import RunError as RunError
 from kerasdp.errors import UserError as UserError
 from kerasdp.launch import launch as launch
 from kerasdp.launch import local_devices as local_devices
-from kerasdp.runtime.devices import choose_backend, is_installed
+from kerasdp.processes.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
     from kerasdp import parity as parity
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from kerasdp.data.sources import RecordSource as RecordSource
     from kerasdp.models import build_model as build_model
     from kerasdp.models import load_backbone as load_backbone
-    from kerasdp.portability import layers as layers
-    from kerasdp.portability.global_batch import per_sample as per_sample
-    from kerasdp.portability.gradients import portable_step as portable_step
-    from kerasdp.portability.gradients import value_and_grad as value_and_grad
-    from kerasdp.portability.portable import portable as portable
-    from kerasdp.portability.replica_context import all_rows as all_rows
+    from kerasdp.same import layers as layers
+    from kerasdp.same.portable import portable as portable
+    from kerasdp.same.replica_context import all_rows as all_rows
     from kerasdp.scale import pipeline as pipeline
+    from kerasdp.step.global_batch import per_sample as per_sample
+    from kerasdp.step.gradients import portable_step as portable_step
+    from kerasdp.step.gradients import value_and_grad as value_and_grad
     from kerasdp.training.optimizers import make_optimizer as make_optimizer
     from kerasdp.training.runner import Runner as Runner
 
@@ -49,21 +49,21 @@ _MODULES = {
     "Order": "kerasdp.data.sampling",
     "RecordSource": "kerasdp.data.sources",
     "Runner": "kerasdp.training.runner",
-    "all_rows": "kerasdp.portability.replica_context",
+    "all_rows": "kerasdp.same.replica_context",
     "build_model": "kerasdp.models",
     "export": "kerasdp.checkpoint.trained",
-    "layers": "kerasdp.portability.layers",
+    "layers": "kerasdp.same.layers",
     "load_backbone": "kerasdp.models",
     "load_data": "kerasdp.data.datasets",
     "load_model": "kerasdp.checkpoint.trained",
     "main": "kerasdp.cli.main",
     "make_optimizer": "kerasdp.training.optimizers",
     "parity": "kerasdp.parity",
-    "per_sample": "kerasdp.portability.global_batch",
+    "per_sample": "kerasdp.step.global_batch",
     "pipeline": "kerasdp.scale.pipeline",
-    "portable": "kerasdp.portability.portable",
-    "portable_step": "kerasdp.portability.gradients",
-    "value_and_grad": "kerasdp.portability.gradients",
+    "portable": "kerasdp.same.portable",
+    "portable_step": "kerasdp.step.gradients",
+    "value_and_grad": "kerasdp.step.gradients",
 }
 
 _WHOLE = ("layers", "parity", "pipeline")  # modules themselves

@@ -27,12 +27,12 @@ from kerasdp.errors import (
     redacted,
     way_to_resume,
 )
-from kerasdp.runtime import hardware, outcome, signals, watchdog
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, check_installed, choose_backend, set_backend
-from kerasdp.runtime.lines import explained
-from kerasdp.runtime.ranks import Cluster, ending_alike, find_ranks
-from kerasdp.runtime.sending import SentFunction, SentResult, name_of, tf_data_of
-from kerasdp.runtime.workers import supervise
+from kerasdp.processes import hardware, outcome, signals, watchdog
+from kerasdp.processes.devices import AlreadyStartedError, Devices, check_installed, choose_backend, set_backend
+from kerasdp.processes.error_text import explained
+from kerasdp.processes.ranks import Cluster, ending_alike, find_ranks
+from kerasdp.processes.sending import SentFunction, SentResult, name_of, tf_data_of
+from kerasdp.processes.workers import supervise
 
 # The module and the class of each engine, by backend and `--strategy`. On torch `--shard` has another engine.
 _ENGINES = {(name, "data"): (f"kerasdp.backends.{name}.data_parallel", "DataParallel") for name in BACKENDS} | {
@@ -217,7 +217,7 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
         raise UserError(f"{error}: begin in a new process") from error
     # Only now may Keras be imported.
     from kerasdp.keras_compat.settings import set_precision, set_seed
-    from kerasdp.portability import initial_weights
+    from kerasdp.same import initial_weights
 
     set_seed(settings.seed)
     set_precision(settings.precision)

@@ -15,7 +15,7 @@ from keras import layers
 from kerasdp.config import Config, choices
 from kerasdp.data.datasets import one_download_at_a_time
 from kerasdp.errors import UserError
-from kerasdp.runtime.run_state import made_of_choices
+from kerasdp.run_state import made_of_choices
 
 
 def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:

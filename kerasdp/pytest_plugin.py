@@ -47,7 +47,7 @@ def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
     devices (with `batch_norm="replica"`: on as many devices).
     """
     from kerasdp import parity
-    from kerasdp.runtime.devices import is_installed
+    from kerasdp.processes.devices import is_installed
 
     backend, count = request.param
     if not is_installed(backend):

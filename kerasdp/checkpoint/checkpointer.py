@@ -16,11 +16,11 @@ from kerasdp.checkpoint.files import Checkpoint, require
 from kerasdp.config import Config, versions
 from kerasdp.errors import CheckpointError, PreemptedError, UserError, way_to_resume
 from kerasdp.keras_compat.models import set_monitor_direction
+from kerasdp.processes import signals
+from kerasdp.processes.ranks import Processes
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
-from kerasdp.runtime import signals
-from kerasdp.runtime.ranks import Processes
-from kerasdp.runtime.run_state import Position, RunState
+from kerasdp.run_state import Position, RunState
 
 # The fields that the state in a checkpoint must have.
 _NEEDED = ("epoch", "batch", "stopped", "best", "identity", "recorder", "callbacks", "saved_by")
@@ -84,7 +84,7 @@ class Checkpointer:
 
     Args:
         stateful: the callbacks whose state is saved.
-        read: see `kerasdp.backends.base.Strategy.read`.
+        read: see `kerasdp.step.contract.Strategy.read`.
         data_state: returns, in JSON, what the data needs to continue with a batch of an epoch.
         resumed: the checkpoint from which the run resumes, or None.
     """

@@ -26,9 +26,9 @@ from kerasdp.keras_compat.models import as_functional
 from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
 from kerasdp.keras_compat.saving import safe_deserialization
 from kerasdp.keras_compat.settings import without_tensorflow
-from kerasdp.portability.portable import batch_norms
+from kerasdp.same.portable import batch_norms
 
-# `kerasdp.backends.base.Strategy.read`.
+# `kerasdp.step.contract.Strategy.read`.
 Read = Callable[[keras.Model, list[Any], Callable[[Any], Any] | None], list[Any]]
 # Of what is in the identity of a run; those that are digests.
 FROZEN = "the frozen weights"

@@ -18,8 +18,8 @@ from kerasdp.keras_compat.saving import (
     save_optimizers_by_public_names,
 )
 from kerasdp.keras_compat.settings import without_tensorflow
-from kerasdp.portability.portable import portable
 from kerasdp.reporting.report import warn
+from kerasdp.same.portable import portable
 
 _GIVE_MODEL = "build the model yourself, and give it: load_model(path, model)"
 

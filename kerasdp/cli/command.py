@@ -18,8 +18,8 @@ import kerasdp
 from kerasdp.cli.main import PROGRAM, ending_with_a_line
 from kerasdp.config import BACKENDS
 from kerasdp.errors import UserError
+from kerasdp.processes.devices import is_installed
 from kerasdp.reporting.report import drop_stdout
-from kerasdp.runtime.devices import is_installed
 
 # A recipe bisect.py would hide Python's own module from the others.
 _ALSO = {"bisect": "bisection"}
@@ -208,7 +208,7 @@ _SECONDS_FOR_A_BACKEND = 120
 def _backend_facts(name: str) -> dict[str, Any]:
     """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
     program = (
-        f"import json, kerasdp.backends.{name}.devices as own; from kerasdp.runtime.hardware import why_unseen; "
+        f"import json, kerasdp.backends.{name}.devices as own; from kerasdp.processes.hardware import why_unseen; "
         f"print('FOUND', json.dumps(own.describe() | {{'unseen': why_unseen({name!r})}}))"
     )
     words, limit = [sys.executable, "-c", program], _SECONDS_FOR_A_BACKEND

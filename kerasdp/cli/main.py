@@ -29,8 +29,8 @@ from kerasdp.config.choices import (
 )
 from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, say_how_it_ends
 from kerasdp.launch import launch
+from kerasdp.processes.devices import choose_backend, is_installed
 from kerasdp.reporting.report import drop_stdout
-from kerasdp.runtime.devices import choose_backend, is_installed
 
 # The groups of the flags of a few recipes.
 COMPARISON = "Comparison"

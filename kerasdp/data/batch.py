@@ -18,7 +18,7 @@ import numpy as np
 
 from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
 from kerasdp.data.sources import ArraySource, as_arrays, in_floatx, num_samples, take_rows
-from kerasdp.runtime.run_state import RunState
+from kerasdp.run_state import RunState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from kerasdp.data.batch import Batch, Reader, batch_of
 from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import as_arrays, num_samples, take_rows, weights_of_classes
 from kerasdp.errors import UserError, WorkerError
-from kerasdp.runtime.ranks import Scatter
-from kerasdp.runtime.workers import end_with_parent
+from kerasdp.processes.ranks import Scatter
+from kerasdp.processes.workers import end_with_parent
 
 # Stands for a batch where there is none left.
 END: Any = object()

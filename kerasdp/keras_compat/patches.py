@@ -15,11 +15,11 @@ class Step(NamedTuple):
     """What runs in this thread: which pass of which replica, and who takes part in it.
 
     Attributes:
-        replica: `kerasdp.portability.replica_context.ReplicaContext`; None outside of a step, or with a single replica.
-        share: `kerasdp.portability.own_steps.Share`, in a user-defined step on several replicas.
-        drawing: what draws random numbers: see `kerasdp.portability.random.portable_draws`.
+        replica: `kerasdp.same.replica_context.ReplicaContext`; None outside of a step, or with a single replica.
+        share: `kerasdp.step.custom_steps.Share`, in a user-defined step on several replicas.
+        drawing: what draws random numbers: see `kerasdp.same.random.portable_draws`.
         kept: by `id`, the variables whose new values a step of jax keeps; None elsewhere, where all are kept.
-        weight: whose initial values are being drawn: see `kerasdp.portability.initial_weights`.
+        weight: whose initial values are being drawn: see `kerasdp.same.initial_weights`.
         reduce: computes the losses of `compile` in their place: see `kerasdp.keras_compat.models.reducing_losses`.
         factor: by which the losses of single outputs are multiplied for their means: see `losses_of_whole_batch` in
             `kerasdp.keras_compat.models`.

@@ -296,7 +296,7 @@ def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
     import keras
 
     from kerasdp.keras_compat.operations import telling
-    from kerasdp.portability.gradients import value_and_grad
+    from kerasdp.step.gradients import value_and_grad
 
     model, batches, context = _prepared(runner, job, is_plain)
     initial, steps = values_of(model.variables), []
@@ -341,7 +341,7 @@ def _gradients_alone(call: "Call") -> Gradients:
     from keras import ops
 
     from kerasdp.keras_compat.operations import call_again
-    from kerasdp.portability.gradients import value_and_grad
+    from kerasdp.step.gradients import value_and_grad
 
     floats = [number for number, array in enumerate(call.inputs) if array.dtype.kind == "f"]
     if call.arguments is None or not floats or not any(output.dtype.kind == "f" for output in call.outputs):
@@ -373,8 +373,8 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
     from kerasdp.keras_compat.layers import all_layers
     from kerasdp.keras_compat.models import own_steps
     from kerasdp.keras_compat.numerics import same_on_all_backends
-    from kerasdp.portability.portable import portable
-    from kerasdp.portability.random import UNNAMED, portable_draws
+    from kerasdp.same.portable import portable
+    from kerasdp.same.random import UNNAMED, portable_draws
 
     data = job.data() if callable(job.data) else job.data
     with runner.scope():

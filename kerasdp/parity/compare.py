@@ -10,9 +10,9 @@ from kerasdp.config import BACKENDS
 from kerasdp.errors import RunError, UserError
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
 from kerasdp.parity.trace import Job, Trace, Way, trace
+from kerasdp.processes.devices import is_installed
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 from kerasdp.reporting.report import in_columns
-from kerasdp.runtime.devices import is_installed
 
 _DASHES = ("-", "--", ":", "-.")
 

@@ -11,8 +11,8 @@ import numpy as np
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.launch import launch
-from kerasdp.runtime.sending import sent
-from kerasdp.runtime.workers import run_workers
+from kerasdp.processes.sending import sent
+from kerasdp.processes.workers import run_workers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
     """Runs in every worker of one way."""
     import keras
 
-    from kerasdp.backends.observer import Observer
-    from kerasdp.runtime.run_state import Detail
+    from kerasdp.run_state import Detail
+    from kerasdp.step.observer import Observer
 
     data = job.data() if callable(job.data) else job.data
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

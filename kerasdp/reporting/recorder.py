@@ -13,7 +13,7 @@ import keras
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
 from kerasdp.reporting import report, run_files
-from kerasdp.runtime.run_state import RunState
+from kerasdp.run_state import RunState
 
 
 class Recorder(keras.callbacks.Callback):

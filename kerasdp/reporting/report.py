@@ -9,7 +9,7 @@ from typing import Any
 
 from kerasdp.config import Config, versions
 from kerasdp.errors import addressed, redacted
-from kerasdp.runtime.run_state import RunState
+from kerasdp.run_state import RunState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

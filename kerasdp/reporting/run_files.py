@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from kerasdp.config import versions
 from kerasdp.errors import UserError
+from kerasdp.processes.error_text import first_line
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, warn
-from kerasdp.runtime.lines import first_of
 
 
 class RunFiles:
@@ -162,7 +162,7 @@ class Trackers:
                 with open(path, "w") as file:
                     json.dump(known, file)
             except Exception as error:
-                raise UserError(f"--tracker={name} cannot begin: {first_of(error)}") from error
+                raise UserError(f"--tracker={name} cannot begin: {first_line(error)}") from error
 
     def add(self, kind: str, number: int, values: dict[str, float]) -> None:
         """Adds numbers of a step or an epoch to all.
@@ -184,7 +184,7 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # a server that is away, a full disk
                 del self._trackers[name]
-                warn(f"--tracker={name} has failed ({first_of(error)}); training continues without it")
+                warn(f"--tracker={name} has failed ({first_line(error)}); training continues without it")
 
 
 class _Tracker(NamedTuple):

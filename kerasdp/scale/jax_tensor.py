@@ -8,13 +8,13 @@ device, whatever they are.
 import functools
 from typing import TYPE_CHECKING, Any
 
-from kerasdp.backends.base import StepFunctions
 from kerasdp.backends.jax.data_parallel import DataParallel
-from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import RunState
+from kerasdp.processes.devices import Devices
+from kerasdp.run_state import RunState
+from kerasdp.step.contract import StepFunctions
+from kerasdp.step.replica import all_variables
 
 if TYPE_CHECKING:
     import keras

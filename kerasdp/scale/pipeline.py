@@ -25,9 +25,9 @@ from kerasdp.keras_compat.models import (
     outputs_structure,
 )
 from kerasdp.keras_compat.optimizers import inner_optimizer
-from kerasdp.portability.global_batch import shares_of
-from kerasdp.portability.own_steps import refuse_next_values
 from kerasdp.reporting.report import in_columns
+from kerasdp.step.custom_steps import refuse_next_values
+from kerasdp.step.global_batch import shares_of
 
 __all__ = ["Stage", "split", "table"]
 

@@ -8,22 +8,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights, learning_rate, restart_seeds
 from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback, put_batch
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.portability.replica_context import ReplicaContext, alone, use
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import Detail, ModelCache, RunState
+from kerasdp.processes.devices import Devices
+from kerasdp.run_state import Detail, ModelCache, RunState
+from kerasdp.same.replica_context import ReplicaContext, alone, use
+from kerasdp.step.contract import DeviceBatch, StepFunctions, Trained
+from kerasdp.step.replica import TrainedWeights, learning_rate, restart_seeds
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
 
 
 class PipelineParallel(TorchStrategy):
-    """The stages of a run, one a process, as seen by one of them. See `kerasdp.backends.base.Strategy`."""
+    """The stages of a run, one a process, as seen by one of them. See `kerasdp.step.contract.Strategy`."""
 
     num_replicas = 1
     shard = (0, 1)
@@ -348,7 +348,7 @@ class PipelineStep:
 
     def context(self, number: int) -> ReplicaContext:
         """Returns the context of the rows of a micro-batch."""
-        from kerasdp.portability.row_search import row_axes_of
+        from kerasdp.step.row_search import row_axes_of
 
         rows, size = self.micro_batches.rows(number), self.pipeline.plan.size
         num_rows = rows.stop - rows.start

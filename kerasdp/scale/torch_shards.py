@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.steps import compared_variables, held_in_words
 from kerasdp.backends.torch.collectives import gather_by_group
 from kerasdp.backends.torch.data_parallel import DataParallel
 from kerasdp.backends.torch.private import (
@@ -21,9 +20,10 @@ from kerasdp.backends.torch.private import (
 )
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import ModelCache
+from kerasdp.processes.devices import Devices
+from kerasdp.run_state import ModelCache
 from kerasdp.sharding import cut_axis, part_of, part_shape
+from kerasdp.step.replica import compared_variables, held_in_words
 
 # Bytes of several weights that travel in one message; what is larger travels alone.
 _MESSAGE_BYTES = 25 * 2**20

@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 
-from kerasdp.backends.base import Strategy
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.checkpointer import Checkpointer, newest, resume
 from kerasdp.checkpoint.files import Checkpoint
@@ -13,10 +12,11 @@ from kerasdp.config import Config
 from kerasdp.data.batch import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import learning_rate_schedule
+from kerasdp.processes import signals
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Progress, Recorder, as_numbers
-from kerasdp.runtime import signals
-from kerasdp.runtime.run_state import Position, RunState
+from kerasdp.run_state import Position, RunState
+from kerasdp.step.contract import Strategy
 
 # These write files: one process does it, or each would write over the others.
 WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)

@@ -27,7 +27,7 @@ from kerasdp.keras_compat.models import (
     output_symbols,
     symbols_of,
 )
-from kerasdp.runtime.run_state import RunState
+from kerasdp.run_state import RunState
 
 # Bytes of targets in memory that are looked through before the first step, in a third of a second at most; of more, and
 # of what is read while the run goes, each batch is looked at before it is trained.

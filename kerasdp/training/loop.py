@@ -11,19 +11,19 @@ import keras
 import numpy as np
 from keras.callbacks import CallbackList
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Trained
-from kerasdp.backends.steps import DeviceScalar, all_variables, optimizers_of
 from kerasdp.data.batch import Feed
 from kerasdp.errors import ReplicasDifferError, UserError
 from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch, set_training_mode
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.optimizers import inner_optimizer
-from kerasdp.portability.random import UNNAMED, portable_draws
+from kerasdp.processes import watchdog
+from kerasdp.processes.watchdog import shapes_of
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import as_numbers
-from kerasdp.runtime import watchdog
-from kerasdp.runtime.run_state import Evaluated, ModelCache, RunState
-from kerasdp.runtime.watchdog import shapes_of
+from kerasdp.run_state import Evaluated, ModelCache, RunState
+from kerasdp.same.random import UNNAMED, portable_draws
+from kerasdp.step.contract import DeviceBatch, StepFunctions, Strategy, Trained
+from kerasdp.step.replica import DeviceScalar, all_variables, optimizers_of
 
 Logs = dict[str, Any]
 

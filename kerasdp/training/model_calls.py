@@ -19,9 +19,9 @@ import numpy as np
 from kerasdp.data.sources import common_length
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import methods_through
+from kerasdp.processes import watchdog
+from kerasdp.processes.ranks import Processes, meet
 from kerasdp.reporting import report
-from kerasdp.runtime import watchdog
-from kerasdp.runtime.ranks import Processes, meet
 from kerasdp.training.data_checks import about_validation
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -122,7 +122,7 @@ _OWN = ("verbose", "callbacks")
 
 
 def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `kerasdp.runtime.ranks.unlike` has them.
+    """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `kerasdp.processes.ranks.unlike` has them.
 
     Args:
         model: whose weights are counted.
@@ -149,7 +149,7 @@ def _sample_of_weights(model: keras.Model) -> dict[str, float]:
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Returns an argument of a call, or data, as `kerasdp.runtime.ranks.unlike` has it."""
+    """Returns an argument of a call, or data, as `kerasdp.processes.ranks.unlike` has it."""
     leaves = keras.tree.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]
     if len(leaves) > _MOST:
         return {"shown": f"{type(value).__name__} of {len(leaves)}"}

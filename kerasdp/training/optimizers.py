@@ -6,7 +6,7 @@ import keras
 
 from kerasdp.config import Config, choices
 from kerasdp.errors import UserError
-from kerasdp.runtime.run_state import made_of_choices
+from kerasdp.run_state import made_of_choices
 
 
 def make_optimizer(config: Config) -> keras.optimizers.Optimizer:

@@ -1,7 +1,7 @@
 """Lets people write a training loop of their own: steps that run on all devices, and the batches for them.
 
 A user-defined function becomes the `train_step` of a Keras model that holds whatever the function uses. So it trains,
-and is checked, as user-defined steps of `fit` are (`kerasdp.portability.own_steps`).
+and is checked, as user-defined steps of `fit` are (`kerasdp.step.custom_steps`).
 """
 
 import contextlib
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import numpy as np
 
-from kerasdp.backends.base import DeviceBatch, Strategy
-from kerasdp.backends.steps import variables_of_own_step
 from kerasdp.config import Config
 from kerasdp.data.batch import Feed, Reader, batch_of
 from kerasdp.data.sampling import Split
@@ -22,17 +20,19 @@ from kerasdp.data.sources import num_samples
 from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.models import as_keras_gives
 from kerasdp.keras_compat.patches import current_step
-from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
-from kerasdp.portability.own_steps import StepParts, find_parts
-from kerasdp.portability.portable import portable
-from kerasdp.portability.random import STEP
-from kerasdp.portability.replica_context import all_rows
-from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
-from kerasdp.runtime import watchdog
-from kerasdp.runtime.ranks import meet
-from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.processes import watchdog
+from kerasdp.processes.ranks import meet
+from kerasdp.run_state import Detail, RunState
+from kerasdp.same.layer_calls import FRAMEWORKS, other_frameworks_of
+from kerasdp.same.portable import portable
+from kerasdp.same.random import STEP
+from kerasdp.same.replica_context import all_rows
+from kerasdp.step.check import check_first_step
+from kerasdp.step.contract import DeviceBatch, Strategy
+from kerasdp.step.custom_steps import StepParts, find_parts
+from kerasdp.step.replica import variables_of_own_step
+from kerasdp.step.row_search import NUM_ROWS, explaining_trial
 from kerasdp.training.callbacks import RunCallbacks
-from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import described
 from kerasdp.training.prepare import MadeBefore, find_rows, require_within_scope

@@ -9,8 +9,6 @@ from typing import Any
 
 import keras
 
-from kerasdp.backends.base import Strategy
-from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.checkpoint.names import names_in
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch, Reader
@@ -27,14 +25,16 @@ from kerasdp.keras_compat.models import (
     portable_steps,
     symbols_of,
 )
-from kerasdp.portability.global_batch import NUM_ROWS as NUM_ROWS_TRIED
-from kerasdp.portability.global_batch import is_loss_of_keras, reasons_to_gather, state_of_losses
-from kerasdp.portability.own_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
-from kerasdp.portability.portable import batch_norms, portable
-from kerasdp.portability.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
 from kerasdp.reporting import report
-from kerasdp.runtime.run_state import ModelCache
+from kerasdp.run_state import ModelCache
+from kerasdp.same.portable import batch_norms, portable
 from kerasdp.sharding import bytes_of_number
+from kerasdp.step.contract import Strategy
+from kerasdp.step.custom_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
+from kerasdp.step.global_batch import NUM_ROWS as NUM_ROWS_TRIED
+from kerasdp.step.global_batch import is_loss_of_keras, reasons_to_gather, state_of_losses
+from kerasdp.step.replica import all_variables, require_known_weights
+from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 
 # What `compile` had made of a model when it was said what its losses and metrics cost.

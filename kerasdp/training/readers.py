@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 
-from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch, Feed, Reader, SampleReader
 from kerasdp.data.batch_reader import IndexedReader
@@ -14,10 +13,11 @@ from kerasdp.data.sampling import Order, Split, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, refuse_strings, weights_of_classes
 from kerasdp.data.streams import Stream, StreamReader, length_of
 from kerasdp.errors import UserError
-from kerasdp.portability.random import DATA, portable_draws
+from kerasdp.processes.devices import Devices
 from kerasdp.reporting import report
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import ModelCache, RunState
+from kerasdp.run_state import ModelCache, RunState
+from kerasdp.same.random import DATA, portable_draws
+from kerasdp.step.contract import Strategy
 
 # Bytes of inputs that stay on each GPU without being asked to.
 MOST_ON_DEVICE = 2**30

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.batch import Feed, Reader, SampleReader
 from kerasdp.data.batch_reader import BatchReader
@@ -27,17 +26,18 @@ from kerasdp.keras_compat.settings import (
     set_precision,
     set_seed,
 )
-from kerasdp.portability import initial_weights
-from kerasdp.portability.layer_calls import hook_layers
-from kerasdp.portability.row_search import row_axes_of
+from kerasdp.processes import signals, watchdog
+from kerasdp.processes.devices import Devices
 from kerasdp.reporting.report import Facts, say, size, warn
-from kerasdp.runtime import signals, watchdog
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import Evaluated, RunState, is_made_of_choices
+from kerasdp.run_state import Evaluated, RunState, is_made_of_choices
+from kerasdp.same import initial_weights
+from kerasdp.same.layer_calls import hook_layers
 from kerasdp.sharding import bytes_of
+from kerasdp.step.check import check_first_step
+from kerasdp.step.contract import Strategy
+from kerasdp.step.row_search import row_axes_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
-from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.own_loop import LoopBatch, OwnLoop, SavedParts, Step
@@ -58,7 +58,7 @@ class Runner:
     Attributes:
         config: the choices of the run.
         devices: the devices of the run.
-        strategy: how the devices share the work (`kerasdp.backends.base.Strategy`).
+        strategy: how the devices share the work (`kerasdp.step.contract.Strategy`).
         state: where the training is.
         num_fits: calls of `fit`.
         model_steps: the step functions of the models.

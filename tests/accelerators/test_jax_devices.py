@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.runtime.devices import Devices
+from kerasdp.processes.devices import Devices
 from tests.accelerators.driver import make_driver
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 from tests.hosts.together import free_port

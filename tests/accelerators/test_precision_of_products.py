@@ -7,8 +7,8 @@ import pytest
 
 from kerasdp.cli.main import parse_recipe
 from kerasdp.config import Config
+from kerasdp.processes.devices import Devices
 from kerasdp.reporting import report
-from kerasdp.runtime.devices import Devices
 from tests.helpers import BACKENDS
 
 # The choices, and whether torch's convolutions, torch's products of matrices, and TensorFlow may use TF32.

@@ -4,8 +4,8 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import hardware
-from kerasdp.runtime.devices import choose_devices
+from kerasdp.processes import hardware
+from kerasdp.processes.devices import choose_devices
 from tests.accelerators.driver import make_driver
 from tests.helpers import BACKENDS, run
 

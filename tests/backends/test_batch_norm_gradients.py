@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
-from tests.portability.test_global_batch import Exchange
+from tests.step.test_global_batch import Exchange
 
 EPSILON = 1e-3
 RANDOM = np.random.RandomState(0)

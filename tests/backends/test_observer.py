@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kerasdp.backends.observer import forward_pass
-from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.runtime.run_state import Detail
+from kerasdp.run_state import Detail
+from kerasdp.same.replica_context import ReplicaContext, use
+from kerasdp.step.observer import forward_pass
 
 X = np.arange(12, dtype="float32").reshape(3, 4)
 

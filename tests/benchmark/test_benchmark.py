@@ -7,7 +7,7 @@ import pytest
 
 from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import is_installed
+from kerasdp.processes.devices import is_installed
 from tests.helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -6,14 +6,14 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.backends.base import SingleProcess
 from kerasdp.checkpoint import checkpointer as module
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.checkpointer import Checkpointer
 from kerasdp.config import Config
+from kerasdp.processes import signals
 from kerasdp.reporting.recorder import Recorder
-from kerasdp.runtime import signals
-from kerasdp.runtime.run_state import RunState
+from kerasdp.run_state import RunState
+from kerasdp.step.contract import SingleProcess
 from tests.reporting.test_report import facts
 
 

@@ -11,7 +11,7 @@ from kerasdp.checkpoint import names, state
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.settings import without_tensorflow
-from kerasdp.portability.portable import portable
+from kerasdp.same.portable import portable
 
 GROUPS = ("model", "optimizer", "loss_scale")
 X = np.random.RandomState(0).randn(16, 4).astype("float32")

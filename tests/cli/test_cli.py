@@ -11,7 +11,7 @@ import kerasdp
 from kerasdp.cli.main import CHOICES, RECIPES, parse, parse_recipe, recipe
 from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import PreemptedError, UserError
-from kerasdp.runtime.devices import is_installed
+from kerasdp.processes.devices import is_installed
 
 FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
 SWITCHES = [choice.name for choice in CHOICES if bool in choice.kinds]

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from kerasdp.cli import command
-from kerasdp.runtime import hardware
+from kerasdp.processes import hardware
 from tests.helpers import BACKENDS, ROOT, make_images, run, start
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}

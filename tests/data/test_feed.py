@@ -11,7 +11,7 @@ from kerasdp.data.batch import Feed, SampleReader
 from kerasdp.data.batch_reader import IndexedReader
 from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import ArraySource
-from kerasdp.runtime.run_state import Position, RunState
+from kerasdp.run_state import Position, RunState
 
 X, Y = np.arange(22).reshape(11, 2), np.arange(11)
 

@@ -13,7 +13,7 @@ from kerasdp.data.batch_reader import IndexedReader
 from kerasdp.data.sampling import Split
 from kerasdp.data.streams import StreamReader
 from kerasdp.errors import WorkerError
-from kerasdp.runtime.run_state import RunState
+from kerasdp.run_state import RunState
 
 X, Y = np.arange(44).reshape(22, 2), np.arange(22)
 

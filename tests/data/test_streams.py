@@ -9,7 +9,7 @@ from kerasdp.data.batch import Feed
 from kerasdp.data.sampling import Split
 from kerasdp.data.streams import StreamReader
 from kerasdp.errors import UserError
-from kerasdp.runtime.run_state import Position, RunState
+from kerasdp.run_state import Position, RunState
 
 X, Y = np.arange(44).reshape(22, 2), np.arange(22)
 

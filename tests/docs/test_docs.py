@@ -13,7 +13,7 @@ import kerasdp
 from kerasdp.cli import main
 from kerasdp.cli.main import CHOICES
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import choose_backend
+from kerasdp.processes.devices import choose_backend
 from tests.helpers import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

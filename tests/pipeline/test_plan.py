@@ -139,7 +139,7 @@ def test_each_row_is_in_one_micro_batch(num_rows, size):
 
 
 def test_a_loss_that_needs_the_whole_batch():
-    """One case: `portability/test_sums_over_rows.py` tests each kind of loss."""
+    """One case: `step/test_sums_over_rows.py` tests each kind of loss."""
     model = net("dice")
     model.train_on_batch(np.ones((4, 3)), np.ones((4, 4)))
     words = "the loss dice of.*; use --strategy=data, or --split_size=10, with which the stages"

@@ -132,8 +132,8 @@ def be_first_of(num_ranks):
     """Lets this process be rank 0 of several, of which the others hold whatever this one does."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from kerasdp.backends.base import SingleProcess
     from kerasdp.backends.torch import devices
+    from kerasdp.step.contract import SingleProcess
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     torch.cuda.device_count = lambda: num_ranks

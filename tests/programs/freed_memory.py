@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 
-from kerasdp.runtime import hardware
+from kerasdp.processes import hardware
 
 NUM_BYTES = 100 * 10**6
 

@@ -12,8 +12,8 @@ import jax
 from kerasdp.backends.jax import devices
 from kerasdp.config import Config
 from kerasdp.errors import RunError, from_command_line
-from kerasdp.runtime import hardware
-from kerasdp.runtime.devices import AlreadyStartedError, Devices
+from kerasdp.processes import hardware
+from kerasdp.processes.devices import AlreadyStartedError, Devices
 
 
 def error_of(function, *arguments):

@@ -134,7 +134,7 @@ def with_batch_norm(runner, model, optimizer, is_by_hand):
 
 def by_hand(keras, model, x, y):
     """The same micro-batches on one device: all forwards, the loss of the whole batch, all backwards, one update."""
-    from kerasdp.portability.replica_context import ReplicaContext, use
+    from kerasdp.same.replica_context import ReplicaContext, use
 
     model.build(x.shape)
     kerasdp.portable(model)  # its batch norm is the kit's, as in the runs; with plain Keras' the last bit differs

@@ -176,7 +176,7 @@ def judge(watch: Watch, case: str, count: int) -> dict:
 
 def faults() -> dict:
     """Judges small functions that would go through the host, each in its way, and two that would not."""
-    from kerasdp.portability.random import randint
+    from kerasdp.same.random import randint
 
     images, floats = tf.zeros((4, 5), tf.uint8), tf.ones((4, 5))
     words = tf.function(lambda x: tf.cast(x, tf.int32), jit_compile=True)

@@ -11,7 +11,7 @@ from kerasdp.config import Config
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.reporting import recorder as recorder_module
 from kerasdp.reporting.recorder import Progress, Recorder
-from kerasdp.runtime.run_state import Position, RunState
+from kerasdp.run_state import Position, RunState
 from tests.reporting.test_report import facts
 
 

@@ -13,7 +13,7 @@ import pytest
 import kerasdp
 from kerasdp.config import Config
 from kerasdp.reporting import report, run_files
-from kerasdp.runtime.run_state import RunState
+from kerasdp.run_state import RunState
 
 
 def facts(tmp_path, **changes):

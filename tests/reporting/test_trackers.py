@@ -8,8 +8,8 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
+from kerasdp.processes.devices import check_installed
 from kerasdp.reporting.run_files import Trackers
-from kerasdp.runtime.devices import check_installed
 from tests.helpers import run
 
 

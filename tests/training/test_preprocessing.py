@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.backends.base import SingleProcess
 from kerasdp.errors import UserError
+from kerasdp.step.contract import SingleProcess
 from kerasdp.training.model_calls import preprocess_all
 
 

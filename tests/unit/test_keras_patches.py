@@ -25,7 +25,7 @@ from kerasdp.keras_compat import (
     settings,
 )
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability.layer_calls import hook_layers
+from kerasdp.same.layer_calls import hook_layers
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 from tests.programs import keras_patches
 

@@ -16,9 +16,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("errors",),
     ("config", "keras_compat", "sharding"),
-    ("runtime", "data"),
-    ("portability", "reporting"),
+    ("processes", "run_state", "data"),
+    ("same", "reporting"),
     ("models", "checkpoint"),
+    ("step",),
     ("backends",),
     ("training",),
     ("scale",),
@@ -28,10 +29,12 @@ FLOORS = (
     ("__main__",),
 )
 # What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and from
-# portability/, which also works outside of a run, their backend's own arithmetic, which knows nothing of the kit but
+# same/ and step/, which also work outside of a run, their backend's own arithmetic, which knows nothing of the kit but
 # what lies below.
 KERNELS = ("batch_norm", "gradients", "xla")
 FOR_KERNELS = (*KERNELS, "collectives", "private")
+# What is imported before the choice of a backend, or where there is no Keras.
+WITHOUT_KERAS = ("config/", "cli/", "processes/", "run_state.py", "errors.py", "launch.py", "same/replica_context.py")
 
 
 def module_name(path):
@@ -114,11 +117,11 @@ def forbidden_imports(path):
     yield from {module for module in own_modules if backend_of(MODULES[module]) not in (None, own)}
     if own is not None and path.stem in KERNELS:
         beside = {f"kerasdp.backends.{own}.{stem}" for stem in FOR_KERNELS} | {f"kerasdp.backends.{own}"}
-        yield from {one for one in own_modules - beside if floor_of(one) >= floor_of("kerasdp.portability")}
+        yield from {one for one in own_modules - beside if floor_of(one) >= floor_of("kerasdp.same")}
     yield from everything & {"ray"}
     if not name.startswith("cli/"):
         yield from everything & {"absl"}
-    if name.startswith(("config/", "cli/", "runtime/", "errors.py", "launch.py", "portability/replica_context.py")):
+    if name.startswith(WITHOUT_KERAS):
         yield from roots(imports(path, anywhere=False)) & {"keras"}
 
 
@@ -172,7 +175,8 @@ def test_what_is_loaded_by_name_is_no_way_around_the_floors():
         if loaded not in KERNELS
     }
     assert not found
-    loaded = {one for path in (PACKAGE / "portability").glob("*.py") for one in modules_loaded_by_name(path)}
+    around = [path for room in ("same", "step") for path in (PACKAGE / room).glob("*.py")]
+    loaded = {one for path in around for one in modules_loaded_by_name(path)}
     assert loaded == set(KERNELS)
 
 
@@ -284,10 +288,10 @@ ASSIGNED_ELSEWHERE = {
     "config/choices.py": (("record.__doc__", "object.__setattr__(record"), "the kit's own"),
     "data/datasets.py": ("data.", "the kit's own"),
     "errors.py": ("sys.excepthook", "Python's own switch"),
-    "portability/global_batch.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
-    "portability/row_search.py": ("axes.outputs", "the kit's own"),
-    "runtime/run_state.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
-    "runtime/signals.py": ("sys.unraisablehook", "Python's own switch"),
+    "step/global_batch.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
+    "step/row_search.py": ("axes.outputs", "the kit's own"),
+    "run_state.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
+    "processes/signals.py": ("sys.unraisablehook", "Python's own switch"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),
     "training/optimizers.py": ("optimizer.learning_rate", "what Keras' callbacks set"),
     "training/callbacks.py": (("model.", "self._trained."), "stop_training, learning_rate: what Keras' callbacks set"),

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions
 from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_whole, shardings_over
 from kerasdp.backends.jax.train_step import Shards, make_step_functions
-from kerasdp.backends.steps import all_variables, held_in_words, variables_of_own_step
 from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
-from kerasdp.portability.replica_context import ReplicaContext
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import RunState
+from kerasdp.processes.devices import Devices
+from kerasdp.run_state import RunState
+from kerasdp.same.replica_context import ReplicaContext
 from kerasdp.sharding import cut_axis
+from kerasdp.step.contract import DeviceBatch, StepFunctions
+from kerasdp.step.replica import all_variables, held_in_words, variables_of_own_step
 
 if TYPE_CHECKING:
     import keras
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DataParallel(JaxStrategy):
-    """A replica of the model on each device. See `kerasdp.backends.base.Strategy`.
+    """A replica of the model on each device. See `kerasdp.step.contract.Strategy`.
 
     Attributes:
         replicated: the sharding of a tensor that each device holds the whole of.

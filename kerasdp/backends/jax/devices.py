@@ -13,14 +13,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import SingleProcess, Strategy, T, Tensor
 from kerasdp.backends.jax import processes
-from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
-from kerasdp.runtime.hardware import PLATFORMS, num_gpus
-from kerasdp.runtime.ranks import Cluster
+from kerasdp.processes.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
+from kerasdp.processes.hardware import PLATFORMS, num_gpus
+from kerasdp.processes.ranks import Cluster
+from kerasdp.step.contract import SingleProcess, Strategy, T, Tensor
+from kerasdp.step.replica import compared_variables
 
 if TYPE_CHECKING:
     import keras

@@ -23,9 +23,9 @@ import jax
 from kerasdp.backends.jax import private
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.errors import PreemptedError, UserError, WorkerError
-from kerasdp.runtime import outcome
-from kerasdp.runtime.lines import lost_process
-from kerasdp.runtime.ranks import Cluster, Environment, number_in, require_same
+from kerasdp.processes import outcome
+from kerasdp.processes.error_text import lost_process
+from kerasdp.processes.ranks import Cluster, Environment, number_in, require_same
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ _number_of_exchange = itertools.count()  # the same on all: they begin the same 
 
 
 class JaxProcesses:
-    """Exchanges values as `kerasdp.runtime.ranks.Processes` says, for one run."""
+    """Exchanges values as `kerasdp.processes.ranks.Processes` says, for one run."""
 
     def __init__(self, config: Config):
         self.rank, self.num_processes = private.joined()
@@ -221,7 +221,7 @@ class JaxProcesses:
 
 
 class JaxScatter:
-    """Hands out values as `kerasdp.runtime.ranks.Scatter` says. They stay with process 0 until they are taken."""
+    """Hands out values as `kerasdp.processes.ranks.Scatter` says. They stay with process 0 until they are taken."""
 
     def __init__(self, processes: JaxProcesses, name: str):
         self.rank, self.num_processes = processes.rank, processes.num_processes
@@ -230,7 +230,7 @@ class JaxScatter:
         self._calls = collections.Counter[int]()
 
     def __call__(self, values: list[Any], number: int) -> Any:
-        """See `kerasdp.runtime.ranks.Scatter`."""
+        """See `kerasdp.processes.ranks.Scatter`."""
         folder = f"{self._name}/{number}/{self._calls[number]}"
         self._calls[number] += 1
         if self.rank == 0:

@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor, Trained
-from kerasdp.backends.fit_step import fit_step
-from kerasdp.backends.steps import (
+from kerasdp.data.sampling import ReplicaRows, Split
+from kerasdp.keras_compat.patches import step_with
+from kerasdp.run_state import Detail
+from kerasdp.same.replica_context import ReplicaContext, use
+from kerasdp.step.contract import DeviceBatch, StepFunctions, Tensor, Trained
+from kerasdp.step.fit_step import fit_step
+from kerasdp.step.replica import (
     Found,
     Gradients,
     LossOfPass,
@@ -25,15 +29,11 @@ from kerasdp.backends.steps import (
     require_leaves,
     variables_of_own_step,
 )
-from kerasdp.data.sampling import ReplicaRows, Split
-from kerasdp.keras_compat.patches import step_with
-from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.runtime.run_state import Detail
 
 if TYPE_CHECKING:
     import keras
 
-    from kerasdp.portability.global_batch import GlobalBatch
+    from kerasdp.step.global_batch import GlobalBatch
 
 
 class ModelState:
@@ -191,7 +191,7 @@ def make_step_functions(
     own, weights = own_steps(model), TrainedWeights(model)
 
     def train_step(detail: Detail, state: Any, data: DeviceBatch) -> tuple[Any, Any]:
-        from kerasdp.portability.gradients import in_scope
+        from kerasdp.step.gradients import in_scope
 
         with use(context):
             if "train_step" in portable_steps(model):
@@ -256,7 +256,7 @@ def _lists_of_portable(model: "keras.Model") -> tuple[list["keras.Variable"], li
 
 def _portable_step(model: Any, name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
     """Runs a user-defined step that takes the data alone, as on other backends; `state`: see `_lists_of_portable`."""
-    from kerasdp.portability.gradients import in_scope
+    from kerasdp.step.gradients import in_scope
 
     return in_scope(_lists_of_portable(model), state, lambda: getattr(model, name)(_packed(data)))
 
@@ -366,7 +366,7 @@ class WholeBatch(Replica):
 
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
         """See `Replica`."""
-        from kerasdp.portability.row_search import row_axes_of
+        from kerasdp.step.row_search import row_axes_of
 
         if one.total_rows is None:
             return self._context
@@ -408,7 +408,7 @@ class WholeBatch(Replica):
     ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
         """See `Replica`. Equal passes run in one loop."""
         from kerasdp.keras_compat.layers import InnerScope, current_value
-        from kerasdp.portability.global_batch import Sums, added
+        from kerasdp.step.global_batch import Sums, added
 
         if len(passes) == 1:
             return self.differentiate(compute, passes[0])

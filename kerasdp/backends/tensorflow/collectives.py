@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.portability.replica_context import attributes_kept
+from kerasdp.same.replica_context import attributes_kept
 
 # What NCCL sums and gathers for TensorFlow (2.21), whose operations also take bfloat16 and end in an error with it.
 _TYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)

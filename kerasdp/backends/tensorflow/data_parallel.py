@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Structure, T, Trained
-from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
     TensorFlowStrategy,
@@ -28,8 +26,10 @@ from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.processes.devices import Devices
+from kerasdp.run_state import Detail, RunState
+from kerasdp.step.contract import DeviceBatch, StepFunctions, Structure, T, Trained
+from kerasdp.step.replica import TrainedWeights, all_variables, compared_variables
 
 if TYPE_CHECKING:
     import keras
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class DataParallel(TensorFlowStrategy):
-    """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
+    """A replica of the model on each device. See `kerasdp.step.contract.Strategy`."""
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.base import SingleProcess, Strategy, Structure
 from kerasdp.backends.tensorflow import private
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices
+from kerasdp.processes.devices import AlreadyStartedError, Devices, choose_devices
+from kerasdp.step.contract import SingleProcess, Strategy, Structure
 
 
 def make_devices(config: Config, cluster: None = None) -> Devices:

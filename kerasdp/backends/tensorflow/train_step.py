@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.fit_step import fit_step
-from kerasdp.backends.steps import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
-from kerasdp.portability.replica_context import gather_shards
-from kerasdp.runtime.hardware import give_memory_back
-from kerasdp.runtime.run_state import Detail
+from kerasdp.processes.hardware import give_memory_back
+from kerasdp.run_state import Detail
+from kerasdp.same.replica_context import gather_shards
+from kerasdp.step.contract import DeviceBatch, Structure, Tensor
+from kerasdp.step.fit_step import fit_step
+from kerasdp.step.replica import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 
 if TYPE_CHECKING:
-    from kerasdp.portability.global_batch import GlobalBatch
+    from kerasdp.step.global_batch import GlobalBatch
 
 
 class ReplicaSteps(ShardSteps):
@@ -114,7 +114,7 @@ class ReplicaSteps(ShardSteps):
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.keras_compat.models import losses_by_thread
-        from kerasdp.portability.own_steps import join_steps
+        from kerasdp.step.custom_steps import join_steps
 
         with contextlib.ExitStack() as stack:
             if name in self.own:
@@ -142,7 +142,7 @@ class ReplicaSteps(ShardSteps):
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """See `ShardSteps`."""
         from kerasdp.keras_compat.models import as_keras_gives, losses_of_whole_batch
-        from kerasdp.portability.own_steps import run_on_shard
+        from kerasdp.step.custom_steps import run_on_shard
 
         model, context = self.model, self.context(batch, name)
         if context is None:

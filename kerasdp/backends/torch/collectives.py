@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.backends.torch.private import all_gather_functional, all_reduce_async, is_being_captured, wait
-from kerasdp.runtime.ranks import Processes
+from kerasdp.processes.ranks import Processes
 
 
 def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:

@@ -14,20 +14,6 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kerasdp.backends.base import DeviceBatch
-from kerasdp.backends.fit_step import fit_step
-from kerasdp.backends.steps import (
-    Found,
-    Gradients,
-    LossOfPass,
-    Pass,
-    Received,
-    TrainedWeights,
-    all_variables,
-    optimizers_of,
-    require_leaves,
-    variables_of_own_step,
-)
 from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.graph_passes import (
     bring_to_device,
@@ -46,10 +32,24 @@ from kerasdp.backends.torch.private import (
     wait,
 )
 from kerasdp.backends.torch.train_step import RankSteps, flat, unflat, updating_on
+from kerasdp.processes import watchdog
+from kerasdp.processes.ranks import Processes
 from kerasdp.reporting import report
-from kerasdp.runtime import watchdog
-from kerasdp.runtime.ranks import Processes
-from kerasdp.runtime.run_state import Detail
+from kerasdp.run_state import Detail
+from kerasdp.step.contract import DeviceBatch
+from kerasdp.step.fit_step import fit_step
+from kerasdp.step.replica import (
+    Found,
+    Gradients,
+    LossOfPass,
+    Pass,
+    Received,
+    TrainedWeights,
+    all_variables,
+    optimizers_of,
+    require_leaves,
+    variables_of_own_step,
+)
 
 # Batches of many shapes (texts, say) would be compiled forever.
 _MOST_GRAPHS = 8

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.gradients import num_differentiated
 from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
-from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import Detail, RunState
-from kerasdp.runtime.watchdog import shapes_of
+from kerasdp.processes.devices import Devices
+from kerasdp.processes.watchdog import shapes_of
+from kerasdp.run_state import Detail, RunState
+from kerasdp.step.contract import DeviceBatch, StepFunctions, Trained
+from kerasdp.step.replica import TrainedWeights
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
@@ -26,7 +26,7 @@ _WORTH_COMPILING = {"cpu": 1000, "cuda": 200}
 
 
 class DataParallel(TorchStrategy):
-    """A replica of the model in each process. See `kerasdp.backends.base.Strategy`.
+    """A replica of the model in each process. See `kerasdp.step.contract.Strategy`.
 
     Attributes:
         statistics_group: the processes, in a group for what batch norms exchange; None: that of the run.
@@ -56,7 +56,7 @@ class DataParallel(TorchStrategy):
         to 25 MiB of gradients that were given before.
         """
         from kerasdp.keras_compat.layers import all_layers
-        from kerasdp.portability.layers import BatchNormalization
+        from kerasdp.same.layers import BatchNormalization
 
         exchange = (isinstance(layer, BatchNormalization) and layer.statistics == "sync" for layer in all_layers(model))
         if self.num_replicas > 1 and self.statistics_group is None and any(exchange):

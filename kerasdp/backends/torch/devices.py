@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, Strategy, Structure
-from kerasdp.backends.steps import compared_variables
 from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.private import leave_process_group
 from kerasdp.backends.torch.processes import GlooProcesses
 from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
-from kerasdp.runtime import outcome
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
-from kerasdp.runtime.lines import lost_process
-from kerasdp.runtime.ranks import Cluster, Processes, number_in, require_same
-from kerasdp.runtime.watchdog import SECONDS_TO_COMPILE
-from kerasdp.runtime.workers import run_workers
+from kerasdp.processes import outcome
+from kerasdp.processes.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
+from kerasdp.processes.error_text import lost_process
+from kerasdp.processes.ranks import Cluster, Processes, number_in, require_same
+from kerasdp.processes.watchdog import SECONDS_TO_COMPILE
+from kerasdp.processes.workers import run_workers
+from kerasdp.step.contract import DeviceBatch, SingleProcess, Strategy, Structure
+from kerasdp.step.replica import compared_variables
 
 if TYPE_CHECKING:
     import keras

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.errors import UserError, WorkerError
-from kerasdp.runtime import lines
-from kerasdp.runtime.ranks import ALIKE
+from kerasdp.processes import error_text
+from kerasdp.processes.ranks import ALIKE
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _BITS_OF_NUMBERS = 20
 
 
 class GlooProcesses:
-    """`kerasdp.runtime.ranks.Processes` over a group of Gloo's, also where the gradients go by NCCL.
+    """`kerasdp.processes.ranks.Processes` over a group of Gloo's, also where the gradients go by NCCL.
 
     Its messages never wait for the messages of a step. All ranks make it together, once the process group is there.
     """
@@ -99,7 +99,7 @@ class GlooProcesses:
             work.wait()
             largest, *kinds = tensor.tolist()
             if sum(kinds):
-                place = lines.of_call() or "its end"
+                place = error_text.calling_line() or "its end"
                 raise UserError(
                     f"the ranks do different things: rank {self.rank}, at {place}, and another one wait for each other "
                     f"in different calls: {ALIKE}"
@@ -110,14 +110,14 @@ class GlooProcesses:
 
 
 class GlooScatter:
-    """`kerasdp.runtime.ranks.Scatter` over a group of Gloo's: messages of any threads, each with its own tag."""
+    """`kerasdp.processes.ranks.Scatter` over a group of Gloo's: messages of any threads, each with its own tag."""
 
     def __init__(self, group: Any, rank: int, num_processes: int, channel: int):
         self.rank, self.num_processes = rank, num_processes
         self._group, self._channel = group, channel % 2 ** (31 - _BITS_OF_NUMBERS)
 
     def __call__(self, values: list[Any], number: int) -> Any:
-        """See `kerasdp.runtime.ranks.Scatter`."""
+        """See `kerasdp.processes.ranks.Scatter`."""
         tag = self._channel << _BITS_OF_NUMBERS | number % 2**_BITS_OF_NUMBERS
         if self.rank:
             length = torch.empty(1, dtype=torch.int64, device="cpu")

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, Trained
-from kerasdp.backends.fit_step import fit_step
-from kerasdp.backends.steps import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability.replica_context import gather_shards, use
-from kerasdp.runtime.run_state import Detail
+from kerasdp.run_state import Detail
+from kerasdp.same.replica_context import gather_shards, use
+from kerasdp.step.contract import DeviceBatch, ShardPass, Trained
+from kerasdp.step.fit_step import fit_step
+from kerasdp.step.replica import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 
 
 class RankSteps(ShardSteps):
@@ -99,7 +99,7 @@ class RankSteps(ShardSteps):
         import keras
 
         from kerasdp.keras_compat.models import as_keras_gives
-        from kerasdp.portability.own_steps import join_steps, run_on_shard
+        from kerasdp.step.custom_steps import join_steps, run_on_shard
 
         model, context = self.model, self.context(batch, name)
         found: list[Any] = []

@@ -1,0 +1,112 @@
+"""Says in a line what went wrong, on a device too, and which line of a user's code it is about."""
+
+import inspect
+import os
+import re
+import sysconfig
+import traceback
+
+from kerasdp.errors import DeviceError, RunError, UserError, WorkerError
+
+_KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+
+
+def is_of_user(path: str) -> bool:
+    """Returns whether a file is no package's, nor of the standard library, nor made by a compiler."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", _KIT)
+    return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
+
+
+def is_standard(path: str) -> bool:
+    """Returns whether a file is of the standard library, in whose folder the packages may be."""
+    return path.startswith((_STANDARD, "<frozen")) and not path.startswith(_PACKAGES)
+
+
+def is_of_kit(path: str) -> bool:
+    """Returns whether a file is of this package."""
+    return path.startswith(_KIT)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text; its class, where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def in_a_line(error: BaseException, num_places: int) -> str:
+    """Returns an error in a line, with so many lines of the user, the innermost first."""
+    # Keras (3.15) writes the arguments after the message.
+    text = " ".join(_BOLD.sub("", str(error)).partition("Arguments received")[0].split())[:400]
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    places = [
+        f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_of_user(frame.f_code.co_filename)
+    ]
+    return f"{text} ({' in '.join(places[-num_places:][::-1])})" if places else text
+
+
+def calling_line() -> str:
+    """Returns the line that called the kit; empty if there is none."""
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
+        if is_of_user(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    return ""
+
+
+# Frameworks end in long texts, of which people need a sentence.
+_MEMORY = (
+    "a device has too little memory ({line}); these train the same: --accumulate=2 (or more), --remat=blocks, and with "
+    "several devices of torch or jax --shard=weights; else use a smaller --batch_size, or --precision=bfloat16. Other "
+    "programs may hold memory: nvidia-smi shows them"
+)
+_SHARED_MEMORY = "NCCL has too little shared memory ({line}): give the container more, as docker run --shm-size=1g"
+_NCCL = "NCCL has failed ({line}); NCCL_DEBUG=WARN in the environment shows why"
+_KERNELS = "this build of the framework has no kernels for this GPU ({line}); install another build, or --device=cpu"
+_BUSY = "the GPU is held by another program, or set to one program at a time ({line}); nvidia-smi shows it"
+_ASSERT = "an operation on the GPU got an index out of range ({line}); --device=cpu names the layer"
+_CUDA = "CUDA has failed ({line}); CUDA_LAUNCH_BLOCKING=1 in the environment shows the operation, nvidia-smi the GPU"
+
+_DETERMINISTIC = "--deterministic: {line}; do without that operation, or leave --deterministic out"
+
+# Texts of torch 2.13, jax 0.10 and TensorFlow 2.21, the special ones first.
+_KNOWN = (
+    (r"determinis\w* .*(implement|available|support|enabled)|not deterministic", _DETERMINISTIC),
+    (r"out of memory|can't allocate memory|RESOURCE_EXHAUSTED|OOM when allocating|CUBLAS_STATUS_ALLOC_FAILED", _MEMORY),
+    (r"/dev/shm|No space left on device.*nccl|nccl.*No space left on device", _SHARED_MEMORY),
+    (r"no kernel image is available|CUDA_ERROR_NO_BINARY_FOR_GPU", _KERNELS),
+    (r"busy or unavailable|CUDA_ERROR_DEVICE_UNAVAILABLE", _BUSY),
+    (r"device-side assert triggered", _ASSERT),
+    (r"nccl\w*Error|NCCL error|NCCL operation", _NCCL),
+    (r"CUDA error|CUDA_ERROR_\w+|cuDNN error|CUDNN_STATUS_\w+|CUBLAS_STATUS_\w+", _CUDA),
+)
+_BOLD = re.compile(r"\x1b\[\d*m")  # in which Keras (3.15) writes some messages
+_FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow"}
+
+
+def lost_process(error: BaseException) -> WorkerError | None:
+    """Returns, of an error of Gloo, the line that another process has gone; None: it is another error."""
+    found = re.search(r"gloo/\S+:\d+\] (.*?)(?:\. |$)", str(error), re.MULTILINE)
+    if found is None:
+        return None
+    return WorkerError(f"another process of the run has gone ({found[1]}); its own output says why")
+
+
+def explained(error: Exception) -> RunError | None:
+    """Returns an error of a device as a line; None where a framework has raised it for another reason, or none has.
+
+    An operation that has no deterministic algorithm is a mistake of the user, who asked for one.
+    """
+    kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    text = _BOLD.sub("", str(error))
+    of_torch = "CUDA|NCCL|cuDNN|DefaultCPUAllocator|deterministic implementation"
+    is_plain = isinstance(error, RuntimeError) and re.search(of_torch, text)
+    if not kinds & _FRAMEWORKS and not is_plain:
+        return None
+    for pattern, words in _KNOWN:
+        for line in text.splitlines():
+            if re.search(pattern, line, re.IGNORECASE):
+                if words == _DETERMINISTIC:  # what follows the first sentence is for authors of kernels
+                    return UserError(words.format(line=line.strip().partition(". ")[0].partition(", but you")[0]))
+                return DeviceError(words.format(line=line.strip()[:200].rstrip(".")))
+    return None

@@ -1,0 +1,310 @@
+"""Handles the signals that ask a run to end.
+
+Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away, a terminal sends SIGINT at Ctrl-C. If the
+run keeps checkpoints, the first one is noted, and the run ends after its step, with a checkpoint; a second one ends it
+at once. Without checkpoints the first one does.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from kerasdp.errors import RunError
+from kerasdp.processes import outcome
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+INTERRUPT = signal.SIGINT
+# A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on.
+SECONDS_OF_ONE = 2.0
+# Ctrl-C likewise, from a terminal and from a launcher; people press it again sooner.
+_SECONDS_OF_ONE_INTERRUPT = 0.3
+# A second signal ends the process at once; one that has not left by then waits in native code.
+_SECONDS_TO_LEAVE = 1.0
+_SECONDS_BETWEEN_LOOKS = 0.5
+# A signal whose exception was lost is sent again so long after: into the pipe of signals goes its number with this bit.
+_SECONDS_TO_RAISE_AGAIN, _AGAIN = 0.05, 0x80
+_noted: list[int] = []
+# Those for which a handler has raised what ends the run.
+_raised: list[int] = []
+# When they were passed on, in seconds of `time.monotonic`.
+_passed_on: list[float] = []
+# When Ctrl-C was noted last, likewise.
+_interrupted = 0.0
+# What the program is in: `noticed`, `awaited`, `passed_on`, or none of them. And where the interpreter writes the
+# number of each signal at once, wherever the main thread is.
+_context, _pipe = "", -1
+
+
+@contextlib.contextmanager
+def _within(context: str) -> Iterator[None]:
+    global _context
+    kept, _context = _context, context
+    try:
+        yield
+    finally:
+        _context = kept
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[None]:
+    """Notes the signals that come within the context; has no effect in another thread, or within another one."""
+    if _context or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _noted.clear()
+    _raised.clear()
+    handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
+    if signal.getsignal(INTERRUPT) is signal.default_int_handler:
+        handlers[INTERRUPT] = _note
+    try:
+        with _within("noticed"), _arrivals(handlers), _handlers(handlers), _raised_again():
+            yield
+    except Exception as error:
+        # A framework's native code may make an error of its own of an exception that went through it, and so does
+        # TensorFlow (2.21) of all that a bare `except:` catches (`tf.int32.min`).
+        # And Ctrl-C reaches all programs of a terminal: those that load the data may not be there for the next step.
+        if _raised or (INTERRUPT in _noted and not isinstance(error, RunError)):
+            raise _ending(_raised[-1] if _raised else INTERRUPT) from error
+        raise
+
+
+@contextlib.contextmanager
+def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
+    """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting.
+
+    Ctrl-C is passed on as SIGUSR1: they ignore SIGINT, which a terminal sends to each of them, too. A second one
+    is raised here.
+
+    Args:
+        processes: returns those that live.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, also where the workers have saved.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _noted.clear()
+    _passed_on.clear()
+
+    def pass_on(number: int, _: Any) -> None:
+        if number == INTERRUPT:
+            if _is_copy():
+                return
+            if _noted:
+                _noted.append(number)
+                raise KeyboardInterrupt
+        _noted.append(number)
+        outcome.note_signal()
+        _passed_on.append(time.monotonic())
+        workers = list(processes())
+        if not workers:  # not yet
+            raise _ending(number)
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, _as_passed_on(number))
+
+    handlers = dict.fromkeys(_SIGNALS, pass_on)
+    if signal.getsignal(INTERRUPT) in (signal.default_int_handler, _note):
+        handlers[INTERRUPT] = pass_on
+    try:
+        with _within("passed_on"), _handlers(handlers):
+            yield
+    except (RunError, SystemExit):  # also of a rank that found another one gone
+        if INTERRUPT in _noted:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _as_passed_on(number: int) -> int:
+    return signal.SIGUSR1 if number == INTERRUPT else number
+
+
+def _is_copy() -> bool:
+    """Returns whether Ctrl-C that comes now has been noted: it came a moment ago, too."""
+    global _interrupted
+    last, _interrupted = _interrupted, time.monotonic()
+    return INTERRUPT in _noted and _interrupted - last < _SECONDS_OF_ONE_INTERRUPT
+
+
+@contextlib.contextmanager
+def delayed() -> Iterator[None]:
+    """Lets what comes within the context come at its end: for what takes moments, and must not be left half done.
+
+    So is the import of a framework: an exception that goes through the native code which makes its modules ends the
+    process by SIGABRT (nanobind in jaxlib 0.10.2).
+    """
+    arrived: list[int] = []
+    try:
+        with _handlers(dict.fromkeys((*_SIGNALS, signal.SIGINT), lambda number, _: arrived.append(number))):
+            yield
+    finally:
+        for number in dict.fromkeys(arrived):
+            signal.raise_signal(number)
+
+
+def awaited() -> contextlib.AbstractContextManager[None]:
+    """Marks a `fit` with checkpoints, which queries `noted` after each step."""
+    return _within("awaited")
+
+
+def noted() -> signal.Signals | None:
+    """Returns the signal that came, if one did."""
+    return signal.Signals(_noted[0]) if _noted else None
+
+
+def seconds_since_passed_on() -> list[tuple[int, float]]:
+    """Returns the signals that were passed on, with the seconds since."""
+    now = time.monotonic()
+    return [(number, now - then) for number, then in zip(_noted, _passed_on)]
+
+
+def leave_as(exit_code: int) -> None:
+    """Ends this process, too, if another ended with this code because of a signal that was passed on to it."""
+    for number in _noted:
+        if exit_code in (-_as_passed_on(number), 128 + _as_passed_on(number)):
+            raise SystemExit(128 + number) from None
+
+
+def leave_if_asked() -> None:
+    """Ends the run if a signal should have done so already: code between may have caught what it raised."""
+    if _noted and (_context != "awaited" or INTERRUPT in _noted[1:]):
+        raise _ending(_noted[-1])
+
+
+def _note(number: int, _: Any) -> None:
+    if number == INTERRUPT and _is_copy():
+        return
+    # Of a second one of the others the thread thinks.
+    is_awaited = _context == "awaited" and not (number == INTERRUPT and _noted)
+    is_again = number in _noted and number != INTERRUPT
+    _noted.append(number)
+    outcome.note_signal()
+    if not (is_again or is_awaited):
+        _raised.append(number)
+        raise _ending(number)
+
+
+def _ending(number: int) -> BaseException:
+    """Returns what ends the run for a signal."""
+    return KeyboardInterrupt() if number == INTERRUPT else SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _handlers(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _raised_again() -> Iterator[None]:
+    """Raises again what a handler has raised where Python cannot pass it on: it calls `sys.unraisablehook` there.
+
+    Such places are `__del__`, callbacks of the garbage collector (jax 0.10.2 has one) and of weak references.
+    """
+    kept = sys.unraisablehook
+
+    def hook(lost: Any) -> None:  # takes no lock, which the main thread may hold
+        global _interrupted
+        if _noted and lost.exc_type in (KeyboardInterrupt, SystemExit):
+            _interrupted = 0.0
+            os.write(_pipe, bytes([_noted.pop() | _AGAIN]))
+        else:
+            kept(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = kept
+
+
+@contextlib.contextmanager
+def _arrivals(numbers: Collection[int]) -> Iterator[None]:
+    """Ends this process at a second signal, also where the main thread is in native code, and no handler is called."""
+    global _pipe
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    other, _pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
+    threading.Thread(target=_watch, args=(reader, numbers), daemon=True, name="signals").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(other, warn_on_full_buffer=False)
+        _pipe = -1
+        os.close(writer)  # with which the thread ends
+
+
+def _watch(reader: int, numbers: Collection[int]) -> None:
+    """Runs in a thread; `numbers`: of the signals that count."""
+    arrived: list[tuple[int, float]] = []  # signals, each once, with their times
+    with open(reader, "rb", buffering=0) as arrivals:
+        while True:
+            looked = time.monotonic()
+            seconds = min([*(end - looked for end in _ends(arrived)), _SECONDS_BETWEEN_LOOKS])
+            if seconds <= 0:
+                _leave(arrived[-1][0])
+                return
+            if not select.select([arrivals], [], [], seconds)[0]:
+                continue
+            byte, now = arrivals.read(1), time.monotonic()
+            if not byte:
+                return
+            if (number := byte[0]) & _AGAIN:
+                time.sleep(_SECONDS_TO_RAISE_AGAIN)
+                if _context:
+                    signal.pthread_kill(threading.main_thread().ident or 0, number - _AGAIN)
+                continue
+            if now - looked > 2 * _SECONDS_BETWEEN_LOOKS:
+                now = looked  # native code has kept the interpreter, and it came at any time since
+            last = max((since for known, since in arrived if known == number), default=-SECONDS_OF_ONE)
+            seconds_of_one = _SECONDS_OF_ONE_INTERRUPT if number == INTERRUPT else SECONDS_OF_ONE
+            if number in numbers and now - last > seconds_of_one:
+                arrived.append((number, now))
+
+
+def _ends(arrived: list[tuple[int, float]]) -> Iterator[float]:
+    """Yields when this process is to be ended, for what has arrived."""
+    if _context == "passed_on":  # those that it is passed on to are looked after
+        return
+    number, since = arrived[-1] if len(arrived) > 1 else (0, 0.0)
+    if number == INTERRUPT:  # whose handler raises, where there is one
+        if _noted.count(number) < sum(known == number for known, _ in arrived):
+            yield since + _SECONDS_TO_LEAVE
+    elif number:
+        yield since + _SECONDS_TO_LEAVE * (_context != "awaited")
+
+
+def _leave(number: int) -> None:
+    time.sleep(_SECONDS_TO_RAISE_AGAIN)  # a handler may be about to run
+    if number not in _noted:
+        name = signal.Signals(number).name
+        sys.stderr.write(f"error: ended by {name}, which the main thread did not note: it waits in native code\n")
+        sys.stderr.flush()
+    os._exit(128 + number)
+
+
+def _forget() -> None:
+    """Keeps the signals of a forked process from its parent's pipe, and those of its parent from it."""
+    global _context, _pipe
+    _noted.clear()
+    _raised.clear()
+    if _pipe != -1:
+        signal.set_wakeup_fd(-1)
+    _context, _pipe = "", -1
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,180 @@
+"""Finds a run in which nothing moves any more, and says where each of its processes stands.
+
+A process that waits in native code may keep Python's interpreter. So its stack is written by `faulthandler`, in C.
+"""
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kerasdp.processes import error_text, outcome
+from kerasdp.processes.outcome import Place
+
+# At this signal a worker writes where it stands.
+SIGNAL = signal.SIGUSR2
+# What builds and compiles may take so long, or `hang_timeout` if that is longer.
+SECONDS_TO_COMPILE = 3600.0
+# What compiles for so long is worth a line.
+_SECONDS_TO_SAY_SO = 5.0
+# A timer is set at most so often: each time takes a tenth of a millisecond.
+_SECONDS_BETWEEN_TIMERS, _PART_OF_TIMEOUT = 1.0, 0.1
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_file: Any = None
+
+
+class Watchdog:
+    """Lets this process write where it stands when nothing has moved in it for some time."""
+
+    def __init__(self, timeout: float | None = None, compiler: str = ""):
+        """Begins in the script, where a process may be for as long as it likes.
+
+        Args:
+            timeout: seconds; None: never.
+            compiler: what compiles here, for a line that says so once; empty: none.
+        """
+        self._timeout, self._compiler = timeout, compiler
+        self._limit: float | None = None
+        self._set_at = 0.0
+        self._known_shapes: set[Any] = set()
+        self._thread = threading.get_ident()
+
+    @contextlib.contextmanager
+    def watching(self, seconds: float | None = None) -> Iterator[None]:
+        """Marks a call, or a step of it; `seconds`: it may take as long without a move. None: the timeout."""
+        if self._timeout is None or threading.get_ident() != self._thread:
+            yield
+            return
+        kept = self._limit
+        self._set_timer(seconds or self._timeout)
+        try:
+            yield
+        finally:
+            self._set_timer(kept)
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Marks what may take long, since it builds, traces or compiles."""
+        telling = threading.Timer(_SECONDS_TO_SAY_SO, self._say_that_it_compiles)
+        telling.daemon = True
+        if self._compiler:
+            telling.start()
+        try:
+            with self.watching(max(self._timeout or 0, SECONDS_TO_COMPILE)):
+                yield
+        finally:
+            telling.cancel()
+
+    def step_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a step function of a model whose calls are marked; the first one with each shape may compile.
+
+        `function` gets as its first argument a batch, or a list of them.
+        """
+
+        def call(data: Any, *args: Any) -> Any:
+            shape = id(function), *map(shapes_of, data if isinstance(data, list) else [data])
+            with self.watching() if shape in self._known_shapes else self.compiling():
+                result = function(data, *args)
+            self._known_shapes.add(shape)
+            return result
+
+        return call
+
+    def _set_timer(self, limit: float | None) -> None:
+        now, most = time.monotonic(), min(_SECONDS_BETWEEN_TIMERS, _PART_OF_TIMEOUT * (self._timeout or 0))
+        if limit == self._limit and now - self._set_at < most:
+            return
+        self._limit, self._set_at = limit, now
+        if limit is None:
+            faulthandler.cancel_dump_traceback_later()
+        else:  # not before the timeout, though the last moves set no timer; who has no parent that reads it ends
+            file: Any = _file or sys.__stderr__
+            faulthandler.dump_traceback_later(limit + most, file=file, exit=outcome.place() is None)
+
+    def _say_that_it_compiles(self) -> None:
+        print(f"{self._compiler} compiles: {_SECONDS_TO_SAY_SO:.0f} s so far", file=sys.stderr, flush=True)
+        self._compiler = ""
+
+
+# Of the run of this process.
+current = Watchdog()
+
+
+def shapes_of(data: Any) -> Any:
+    """Returns the shapes in a structure of tensors."""
+    if isinstance(data, dict):
+        return tuple(map(shapes_of, data.values()))
+    if isinstance(data, (list, tuple)):
+        return tuple(map(shapes_of, data))
+    return tuple(data.shape) if hasattr(data, "shape") else None
+
+
+def begin(place: Place) -> None:
+    """Lets this worker write where it stands, at `SIGNAL` and when its timer ends."""
+    global _file
+    _file = open(_path(place), "w")  # noqa: SIM115  # open for as long as the process lives
+    faulthandler.register(SIGNAL, file=_file)
+
+
+def read_stack(place: Place) -> str:
+    """Returns what a worker has written of where it stands; empty: nothing."""
+    try:
+        with open(_path(place)) as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
+def seconds_without_a_move(place: Place) -> int:
+    """Returns after how long a worker's timer has ended; 0: it has not."""
+    found = re.match(r"Timeout \((\d+):(\d+):(\d+)", read_stack(place))
+    hours, minutes, seconds = map(int, found.groups() if found else (0, 0, 0))
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def describe_stacks(stacks: Mapping[str, str]) -> str:
+    """Returns in a line where processes stand: first those that are busy in a user's code, for which others wait.
+
+    `stacks`: what `read_stack` gives, by the names of the processes.
+    """
+    hanging, waiting = [], []
+    for name, text in stacks.items():
+        place, is_busy = _place_of(text)
+        if not place:
+            hanging.append(f"{name} does not answer: its process is stopped")
+        elif is_busy:
+            hanging.append(f"{name} hangs at {place}")
+        else:
+            waiting.append(f"{name} waits at {place}")
+    return ", ".join(hanging + waiting)
+
+
+def _place_of(stack: str) -> tuple[str, bool]:
+    """Returns the innermost line of a user's code, and whether a thread is there, not in what that calls.
+
+    Of the main thread, which is written last; or of one in which the kit calls the user's code.
+    """
+    *others, main = (_FRAME.findall(thread) for thread in stack.strip().split("\n\n"))
+    for frames in [main, *others]:
+        own = [frame for frame in frames if not error_text.is_standard(frame[0])]
+        is_of_run = frames is main or any(error_text.is_of_kit(path) for path, *_ in own)
+        if own and is_of_run and error_text.is_of_user(own[0][0]):
+            return _shown(own[0]), True
+    return next(
+        (_shown(frame) for frame in main if error_text.is_of_user(frame[0])), _shown(main[0]) if main else ""
+    ), False
+
+
+def _shown(frame: tuple[str, str, str]) -> str:
+    path, line, function = frame
+    return f"{path}:{line}, in {function}"
+
+
+def _path(place: Place) -> str:
+    return os.path.join(place.folder, f"stack-{place.number}")

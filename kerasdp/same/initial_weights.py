@@ -1,0 +1,237 @@
+"""Draws initial weights that depend on the seed and on a variable's place in the model, and on nothing else.
+
+Keras draws initial weights with its backend's random numbers, so the same seed gives different weights on each backend.
+Here they are drawn in NumPy, from the distribution of the layer's own initializer.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.patches import current_step, step_with
+from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, seed_of, seeded
+from kerasdp.same import random as random_numbers
+
+# The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+# Keys of draws are `[seed, place]` for a weight and `[user's seed]`; these at the end keep all others apart.
+_FUNCTION, _OUTSIDE, _UNSEEDED, _WITHIN, _GENERATOR, _DEFAULT_SEED = range(6)
+
+
+class _Weight(NamedTuple):
+    """A weight that is being drawn: by which initializer, with which key, and what numbers the draws within it."""
+
+    initializer: Any
+    has_own_seed: bool
+    key: list[int]
+    key_within: list[int]
+    indices: Iterator[int]
+
+
+class WeightNumbering:
+    """Numbers random weights and seed generators in the order in which they are made, from 0.
+
+    An initializer without a seed has, as in Keras, one seed for all weights that it draws: here that of the first. One
+    with a seed of its own keeps to it.
+
+    Args:
+        seed: the run's seed.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins at 0 again, and forgets which initializer drew what."""
+        self._indices = itertools.count()
+        # Not numbered with the weights: a model's weights do not depend on whether something else draws.
+        self._counts = {kind: itertools.count() for kind in (_FUNCTION, _OUTSIDE, _UNSEEDED, _DEFAULT_SEED)}
+        # By `id`, with the object, so that no other gets its id.
+        self._first_keys: dict[int, tuple[Any, list[int]]] = {}
+        self._uses: dict[int, tuple[Any, Iterator[int]]] = {}
+
+    def replace_initializer(self, initializer: Any, layer: keras.layers.Layer) -> Callable[..., Any]:
+        """Returns what draws a new weight of a layer."""
+        if hasattr(initializer, "seed"):
+            place = [self.seed, next(self._indices)]
+            source = _copied_from(initializer, layer)
+            has_own_seed, key = not has_drawn_seed(source), self._key_of(source, place)
+        elif is_of_keras(type(initializer)):  # constants
+            return initializer
+        else:
+            place = key = self._next_key(_FUNCTION)
+            has_own_seed = True
+        within = _Weight(initializer, has_own_seed, key, place, itertools.count())
+
+        def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
+            # Drawn once more, as Keras does for a weight that is made in a trace, it is the same.
+            weight = within._replace(indices=itertools.count())
+            with step_with(weight=weight), self.portable_draws(), _seeded(weight):
+                return initializer(shape, dtype=dtype)
+
+        return draw_values
+
+    def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
+        """Draws what one of Keras' random initializers is asked for, by `add_weight` or by anybody."""
+        weight = current_step().weight
+        if weight is None:
+            key = self._key_of(initializer, self._next_key(_OUTSIDE))
+        elif weight.initializer is initializer:
+            key = weight.key
+        else:  # one that the weight's own initializer calls
+            key = self._key_of(initializer, [*weight.key_within, next(weight.indices), _WITHIN])
+        return keras.ops.convert_to_tensor(draw(initializer, tuple(shape), key).astype("float32"), dtype=dtype)
+
+    def make_seed(self) -> int:
+        """Returns the seed of a `SeedGenerator` that was given none."""
+        return _whole_number([self.seed, next(self._indices)])
+
+    def make_default_seed(self) -> int:
+        """Returns a seed where Keras would take one from Python's `random`."""
+        return _whole_number(self._next_key(_DEFAULT_SEED))
+
+    def portable_draws(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which `keras.random` draws portably, also for initializers that the user wrote."""
+        return random_numbers.portable_draws(random_numbers.INITIALIZER, unseeded=self._unseeded_words)
+
+    def _unseeded_words(self) -> tuple[int, int]:
+        weight = current_step().weight
+        key = self._next_key(_UNSEEDED) if weight is None else [*weight.key_within, next(weight.indices), _UNSEEDED]
+        first, second = np.random.RandomState(key).randint(-(2**31), 2**31 - 1, 2)
+        return int(first), int(second)
+
+    def _next_key(self, kind: int) -> list[int]:
+        return [self.seed, next(self._counts[kind]), kind]
+
+    def _key_of(self, initializer: Any, place: list[int]) -> list[int]:
+        """Returns the key of an initializer's draw: of its own seed, else of the place where it drew first."""
+        seed = seed_of(initializer)
+        if isinstance(seed, keras.random.SeedGenerator):
+            own = seed.get_config()["seed"]
+            first = self._first_key(seed, place) if own is None else [_word(own)]
+            _, uses = self._uses.setdefault(id(seed), (seed, itertools.count()))
+            return [*first, next(uses), _GENERATOR]
+        return [_word(seed)] if isinstance(seed, int) else self._first_key(initializer, place)
+
+    def _first_key(self, source: Any, place: list[int]) -> list[int]:
+        return self._first_keys.setdefault(id(source), (source, place))[1]
+
+
+@contextlib.contextmanager
+def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[None]:
+    """Makes every random weight that is created, and the seed of every random layer, depend on `seed` alone.
+
+    An initializer or a layer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
+    (a pretrained model) are not touched: only the first value of a new variable is drawn here.
+
+    Args:
+        seed: the run's seed.
+        numbering: continues where it is. None: a new one.
+    """
+    numbering = WeightNumbering(seed) if numbering is None else numbering
+    with creating_weights(numbering), numbering.portable_draws():
+        yield
+
+
+def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
+    """Returns the initializer of which a layer uses a copy, else the one that is given.
+
+    `EinsumDense` of Keras 3.15 copies its own together with the seed that Keras has drawn for it, which then looks like
+    one that the user gave.
+    """
+    for other in vars(layer).values():
+        if isinstance(other, type(initializer)) and has_drawn_seed(other) and other.seed == seed_of(initializer):
+            return other
+    return initializer
+
+
+def _seeded(weight: _Weight) -> contextlib.AbstractContextManager[None]:
+    """Gives an initializer without a seed a portable one while it draws, for what a user-defined one does with it."""
+    if weight.has_own_seed:
+        return contextlib.nullcontext()
+    return seeded(weight.initializer, _whole_number(weight.key))
+
+
+def _whole_number(key: list[int]) -> int:
+    return int(np.random.RandomState(key).randint(2**31 - 1))
+
+
+def _word(seed: int) -> int:
+    return seed % 2**32
+
+
+def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray:
+    """Draws from the distribution of a Keras initializer.
+
+    `numpy.random.RandomState` is used because NumPy promises never to change its streams (NEP 19).
+
+    Args:
+        initializer: one of the random `keras.initializers`.
+        shape: of the array to draw.
+        key: whole numbers from 0 to 2**32 - 1 that seed the draw.
+
+    Returns:
+        Float64 array of that shape.
+    """
+    random = np.random.RandomState(key)
+    kinds = keras.initializers
+    if isinstance(initializer, kinds.VarianceScaling):
+        return _variance_scaling(initializer, shape, random)
+    if isinstance(initializer, kinds.RandomNormal):
+        return random.normal(initializer.mean, initializer.stddev, shape)
+    if isinstance(initializer, kinds.TruncatedNormal):
+        return initializer.mean + initializer.stddev * _truncated_normal(shape, random)
+    if isinstance(initializer, kinds.RandomUniform):
+        return random.uniform(initializer.minval, initializer.maxval, shape)
+    return initializer.gain * _orthogonal(shape, random)
+
+
+def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
+    fan_in, fan_out = _fans(shape, initializer.input_axes, initializer.output_axes)
+    fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[initializer.mode]
+    variance = initializer.scale / max(1.0, fan)
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3.0 * variance)
+        return random.uniform(-limit, limit, shape)
+    if initializer.distribution == "untruncated_normal":
+        return random.normal(0.0, math.sqrt(variance), shape)
+    return math.sqrt(variance) / _TRUNCATED_STDDEV * _truncated_normal(shape, random)
+
+
+def _fans(
+    shape: tuple[int, ...], input_axes: list[int] | None = None, output_axes: list[int] | None = None
+) -> tuple[float, float]:
+    """Counts inputs and outputs of a kernel as Keras does (keras/src/initializers/random_initializers.py)."""
+    if input_axes is not None and output_axes is not None:
+        return math.prod(shape[axis] for axis in input_axes), math.prod(shape[axis] for axis in output_axes)
+    if len(shape) < 2:
+        size = shape[0] if shape else 1
+        return size, size
+    field = math.prod(shape[:-2])
+    return field * shape[-2], field * shape[-1]
+
+
+def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
+    """Draws unit normal values, those beyond two deviations drawn again."""
+    values = random.standard_normal(shape)
+    while (outside := np.abs(values) > 2.0).any():
+        values[outside] = random.standard_normal(int(outside.sum()))
+    return values
+
+
+def _orthogonal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
+    """Draws the Q of a QR decomposition with unique signs (Saxe et al. 2014, arXiv:1312.6120)."""
+    if len(shape) < 2:
+        raise ValueError(f"Orthogonal: expected a shape of at least two axes. Received: {shape}")
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    q, r = np.linalg.qr(random.standard_normal((max(rows, columns), min(rows, columns))))
+    q *= np.sign(np.diag(r))
+    return (q.T if rows < columns else q).reshape(shape)

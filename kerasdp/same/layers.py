@@ -1,0 +1,269 @@
+"""Layers with one meaning on every backend and device count."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from kerasdp.data.sampling import replica_rows
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.saving import saved_as_keras
+from kerasdp.same import random as random_numbers
+from kerasdp.same import replica_context
+from kerasdp.same.replica_context import FIRST
+
+__all__ = ["BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"]
+
+
+@saved_as_keras
+class BatchNormalization(keras.layers.BatchNormalization):
+    """Keras' batch norm, its statistics over the global batch or over each replica's shard of it.
+
+    Keras itself takes them over the global batch on jax and over each replica's shard on torch and tensorflow
+    (3.15: `synchronized=True` is refused on torch and jax). Weights, arguments and config are Keras' own.
+
+    Attributes:
+        statistics: `"sync"`: over the global batch, gradients through them. `"replica"`: over each replica's shard;
+            the moving statistics are the mean over the replicas, weighted by their rows, so they stay the same
+            on all of them.
+    """
+
+    statistics = "sync"
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Normalizes `inputs`, as `keras.layers.BatchNormalization`."""
+        context = replica_context.current()
+        if context is None or context.rows is None or not training:
+            return self._call(inputs, training, mask, context)
+        axis = context.row_axis(("statistics", id(self)), inputs, f"layer {self.name}")
+        if context.is_trial:
+            return super().call(inputs, training=False, mask=mask)
+        # Where the rows are matters for the padding alone.
+        if axis is None or axis == FIRST or context.num_rows == context.rows:
+            return self._call(inputs, training, mask, context.of_tensor(axis, inputs.shape[0]))
+        if axis.axis >= self.axis % len(inputs.shape):
+            raise UserError(
+                f"layer {self.name} normalizes axis {self.axis} of a tensor whose samples are on axis {axis.axis}: "
+                f"expected a batch that divides by {context.num_replicas} devices, or channels on the last axis"
+            )
+        inputs, mask = (None if each is None else axis.rows_first(each, context.rows) for each in (inputs, mask))
+        outputs = self._call(inputs, training, mask, context.of_tensor(axis, inputs.shape[0]))
+        return axis.rows_back(outputs, context.rows)
+
+    def _call(
+        self, inputs: Any, training: bool | None, mask: Any, context: replica_context.ReplicaContext | None
+    ) -> Any:
+        whole_batch = context is None or (context.gather is None and self.statistics == "sync")
+        is_plain = training and self.trainable and mask is None and not self.renorm
+        if is_plain and self._has_fused_kernel(context):
+            return self._fused(inputs, context)
+        # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
+        as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
+        if as_keras or not (training and self.trainable):
+            return super().call(inputs, training=training, mask=mask)
+        if self.renorm:
+            raise ValueError("batch renormalization on several devices is not supported; set renorm=False")
+        x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        mean, variance = self._statistics(x, mask, None if whole_batch else context)
+        scale = ops.rsqrt(variance + self.epsilon)
+        if self.scale:
+            scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
+        outputs = (x - self._spread(mean, x)) * self._spread(scale, x)
+        if self.center:
+            outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
+        return ops.cast(outputs, self.compute_dtype)
+
+    def _has_fused_kernel(self, context: replica_context.ReplicaContext | None) -> bool:
+        """Returns whether the backend has a fused kernel for these statistics; of Keras' own way XLA makes one."""
+        if keras.backend.backend() == "jax":
+            return False
+        # With statistics of each replica, its padding is hidden from them elsewhere.
+        return context is None or self.statistics == "sync" or _is_without_padding(context)
+
+    def _fused(self, inputs: Any, context: replica_context.ReplicaContext | None) -> Any:
+        scale, offset = self.gamma.value if self.scale else None, self.beta.value if self.center else None
+        axis = self.axis % len(inputs.shape)
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
+            inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        together: dict[str, Any] = {}
+        if context is not None and self.statistics == "sync":
+            is_padded = context.num_rows != context.rows
+            together = {
+                "num_rows": context.num_rows if is_padded else None,
+                "gather": context.gather,
+                "weight": context.weight,
+            }
+        outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
+        if context is None or together:
+            self.move(mean, variance)
+        else:
+            count = ops.broadcast_to(self._count(inputs, mean.dtype), ops.shape(mean))
+            self._move_by_all(count, mean, count * variance, context)
+        return ops.cast(outputs, self.compute_dtype)
+
+    def move(self, mean: Any, variance: Any) -> None:
+        """Moves the moving statistics by those of a batch."""
+        for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
+
+    def _move_by_all(self, count: Any, mean: Any, squares: Any, context: replica_context.ReplicaContext) -> None:
+        """Moves the moving statistics by those of each replica, now or with what the step sums up."""
+        sums = ops.stop_gradient(ops.stack([count, count * mean, squares]))
+        if context.moving is not None:
+            context.moving.append((self, sums))
+        elif context.gather is not None:  # in a user-defined step, which may read them
+            move_together([(self, sums)], ops.reshape(ops.sum(context.gather(sums), axis=0), (-1,)))
+
+    def _statistics(self, x: Any, mask: Any, context: replica_context.ReplicaContext | None) -> tuple[Any, Any]:
+        """Moves the moving statistics; returns mean and variance to normalize with, which broadcast with `x`."""
+        weights = None if mask is None else ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x)), x.dtype)
+        if context is None:
+            count, mean, squares = self._sums(x, weights)
+            variance = squares / ops.maximum(count, 1.0)
+            self.move(mean, variance)
+            return self._along_channels(mean), self._along_channels(variance)
+        if context.gather is None:
+            return self._statistics_of_each(x, weights, context.num_replicas)
+        own = self._sums(x[: context.num_rows], None if weights is None else weights[: context.num_rows])
+        if self.statistics == "replica":
+            self._move_by_all(*own, context)
+            return self._along_channels(own[1]), self._along_channels(own[2] / ops.maximum(own[0], 1.0))
+        # One collective for the three: its latency is what synchronized batch norm costs.
+        counts, means, squares = ops.unstack(context.gather(ops.stack(own)), 3, axis=1)
+        # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
+        total = ops.sum(counts, axis=0)
+        mean = ops.sum(counts * means, axis=0) / total
+        variance = ops.sum(squares + counts * ops.square(means - mean), axis=0) / total
+        self.move(mean, variance)
+        return self._along_channels(mean), self._along_channels(variance)
+
+    def _statistics_of_each(self, x: Any, weights: Any, num_replicas: int) -> tuple[Any, Any]:
+        """Does as `_statistics` where one program has the rows of all replicas, and each its own statistics."""
+        rows = x.shape[0]
+        size = replica_rows(rows, num_replicas)
+        if missing := size * num_replicas - rows:
+            widths = [(0, missing)] + [(0, 0)] * (len(x.shape) - 1)
+            weights = ops.pad(ops.ones_like(x) if weights is None else weights, widths)
+            x = ops.pad(x, widths)
+        # A new axis leaves each device its rows; slices would be moved between devices.
+        parts = tuple(
+            None if each is None else ops.reshape(each, (num_replicas, size, *x.shape[1:])) for each in (x, weights)
+        )
+        counts, means, squares = ops.vectorized_map(lambda part: self._sums(*part), parts)
+        total = ops.sum(counts, axis=0)
+        self.move(ops.sum(counts * means, axis=0) / total, ops.sum(squares, axis=0) / total)
+
+        def for_each_row(values: Any) -> Any:
+            """Repeats each replica's value for each of its rows."""
+            shape = ops.shape(self._along_channels(values[0]))[1:]
+            values = ops.reshape(values, (num_replicas, 1, *shape))
+            values = ops.broadcast_to(values, (num_replicas, size, *shape))
+            return ops.reshape(values, (num_replicas * size, *shape))[:rows]
+
+        return for_each_row(means), for_each_row(squares / ops.maximum(counts, 1.0))
+
+    def _sums(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
+        """Returns count, mean, squared deviations per channel, each of shape `(channels,)`; zeros if `x` is empty."""
+        if weights is None:
+            count = ops.broadcast_to(self._count(x, x.dtype), (x.shape[self.axis],))
+            mean = self._sum(x) / ops.maximum(count, 1.0)
+            return count, mean, self._sum(ops.square(x - self._spread(self._along_channels(mean), x)))
+        count = self._sum(weights)
+        mean = self._sum(x * weights) / ops.maximum(count, 1.0)
+        return count, mean, self._sum(weights * ops.square(x - self._spread(self._along_channels(mean), x)))
+
+    def _count(self, x: Any, dtype: Any) -> Any:
+        """Returns how many numbers of `x` a channel has."""
+        count = ops.cast(1.0, dtype)
+        for axis in self._reduction_axes:
+            count = count * ops.cast(ops.shape(x)[axis], dtype)
+        return count
+
+    def _sum(self, x: Any) -> Any:
+        """Returns the sum per channel, taken over one axis after the other.
+
+        TensorFlow (2.21, on the CPU) adds up all numbers of a sum one by one: over 61 images of 28x28 its variance is
+        wrong by 3e-4, and so is the gradient of a broadcast, which is such a sum (`_spread`). In short sums the
+        round-off does not pile up: 2e-7, in half the time.
+        """
+        for axis in sorted(self._reduction_axes, reverse=True):
+            x = ops.sum(x, axis=axis)
+        return x
+
+    def _spread(self, values: Any, x: Any) -> Any:
+        """Broadcasts values so far that they broadcast with `x`, one axis after the other, for the gradient's sake."""
+        for axis in self._reduction_axes[:-1]:
+            if values.shape[axis] == 1:
+                shape = list(ops.shape(values))
+                shape[axis] = ops.shape(x)[axis]
+                values = ops.broadcast_to(values, shape)
+        return values
+
+    def _along_channels(self, values: Any) -> Any:
+        """Reshapes values of shape `(channels,)` so that they broadcast with the inputs."""
+        shape = [1] * (len(self._reduction_axes) + 1)
+        shape[self.axis] = -1
+        return ops.reshape(values, shape)
+
+
+def _normalize() -> Callable[..., Any]:
+    """Returns the fused kernel of the backend."""
+    return importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.batch_norm").normalize
+
+
+def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
+    return (context.moving is not None or context.gather is not None) and context.num_rows == context.rows
+
+
+def pack_moving(moving: list[tuple[Any, Any]]) -> Any:
+    """Packs what batch norms left in `ReplicaContext.moving` into one flat tensor, to be summed over the replicas."""
+    dtype = keras.backend.result_type(*(sums.dtype for _, sums in moving))
+    return ops.concatenate([ops.reshape(ops.cast(sums, dtype), (-1,)) for _, sums in moving])
+
+
+def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
+    """Moves the moving statistics of these layers; `packed`: the sum over the replicas of what `pack_moving` gave."""
+    first = 0
+    for layer, sums in moving:
+        size = 3 * sums.shape[1]
+        own = ops.reshape(packed[first : first + size], (3, -1))
+        count = ops.maximum(own[0], 1.0)
+        layer.move(own[1] / count, own[2] / count)
+        first += size
+
+
+class _DrawsPortably(keras.layers.Layer):
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        """Drops units in training, and scales the others by `1 / (1 - rate)`."""
+        with random_numbers.portable_draws(f"layer {self.name}", inputs):
+            return super().call(inputs, training)
+
+
+@saved_as_keras
+class Dropout(_DrawsPortably, keras.layers.Dropout):
+    """Keras' dropout with a portable mask (Srivastava et al. 2014, JMLR 15:1929).
+
+    The mask is a pure function of the layer's seed, of how often the layer was called in training (which is part of the
+    model's state, as in Keras), and of the sample's row in the global batch: bit-equal on every backend and device
+    count. Arguments and config are Keras' own; `noise_shape` may have None for axes of the inputs.
+    """
+
+
+@saved_as_keras
+class SpatialDropout1D(_DrawsPortably, keras.layers.SpatialDropout1D):
+    """`keras.layers.SpatialDropout1D` with a portable mask; see `Dropout`.
+
+    It has one number for a whole feature map (Tompson et al. 2015, arXiv:1411.4280).
+    """
+
+
+@saved_as_keras
+class SpatialDropout2D(_DrawsPortably, keras.layers.SpatialDropout2D):
+    """`keras.layers.SpatialDropout2D` with a portable mask; see `Dropout`."""
+
+
+@saved_as_keras
+class SpatialDropout3D(_DrawsPortably, keras.layers.SpatialDropout3D):
+    """`keras.layers.SpatialDropout3D` with a portable mask; see `Dropout`."""

@@ -1,0 +1,108 @@
+"""Makes a Keras model train the same on every backend and device count."""
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from typing import Any, cast
+
+import keras
+
+from kerasdp.config import BATCH_NORMS
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import all_layers, become, has_seed_generators
+from kerasdp.keras_compat.models import has_call
+from kerasdp.keras_compat.random import draw_portably, give_seed_generator
+from kerasdp.same import layers
+from kerasdp.same.layer_calls import hook_layers
+
+# Keras' classes only: a user-defined subclass may do anything in its `call`.
+_REPLACEMENTS = {
+    getattr(keras.layers, name): getattr(layers, name)
+    for name in ("BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
+}
+
+_A_DRAW = re.compile(r"\brandom\.(dropout|uniform|normal|truncated_normal|randint)\(")
+
+# These differ even with the same random numbers (Keras 3.15).
+_NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
+
+
+def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
+    """Gives batch norm and all random layers of a model the same meaning on every backend and device count.
+
+    The layers are changed in place, so it works for any model: functional, Sequential, nested, subclassed. Batch norm
+    and dropout become `kerasdp.layers`; every other layer with a seed generator (GaussianNoise, RandomFlip, LSTM with
+    dropout, user-defined ones) gets its numbers from `kerasdp.same.random`. What cannot be made portable is
+    named in a warning. `Runner` applies it to every model.
+
+    Args:
+        model: a built Keras model.
+        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over each replica's shard.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: if the model is not built yet.
+    """
+    if not isinstance(model, keras.Model):
+        raise UserError(f"portable: expected a Keras model. Received: {type(model).__name__}")
+    if batch_norm not in BATCH_NORMS:
+        raise UserError(f"batch_norm: expected one of {', '.join(BATCH_NORMS)}. Received: {batch_norm!r}")
+    if has_call(model) and not model.built:
+        raise UserError(f"portable: {model.name} has no weights yet; call it on a batch or build it first")
+    unbuilt = [layer.name for layer in all_layers(model) if layer is not model and not layer.built]
+    if unbuilt and not has_call(model):
+        raise UserError(
+            f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them: "
+            "begin it with keras.Input, or call its build"
+        )
+    hook_layers()
+    for layer in all_layers(model):
+        if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
+            give_seed_generator(layer)
+        if type(layer) in _REPLACEMENTS and "call" not in vars(layer):
+            become(layer, _REPLACEMENTS[type(layer)])
+        elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
+            draw_portably(layer)
+        if isinstance(layer, layers.BatchNormalization):
+            layer.statistics = batch_norm
+    for layer in all_layers(model):
+        if type(layer).__name__ in _NOT_PORTABLE and type(layer).__module__.startswith("keras."):
+            warnings.warn(
+                f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
+                stacklevel=2,
+            )
+    return model
+
+
+def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers that are Keras' batch norm, or derive from it."""
+    return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def _draws(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer may draw random numbers, itself or through layers within it (an LSTM's cell)."""
+    own = has_seed_generators(layer)
+    if isinstance(layer, keras.Model):  # its layers are looked at one by one
+        return own
+    return own or any(has_seed_generators(part) for part in all_layers(layer))
+
+
+@functools.cache
+def _draws_without_seed(kind: Any) -> bool:
+    """Returns whether the text of a class that has no seed generator, or of functions that its `call` uses, draws.
+
+    As drop path in `keras.applications` and in KerasHub (0.32). What is not found here is refused when it draws.
+    Initial weights, which `__init__` and `build` draw, are not meant.
+    """
+    names = getattr(getattr(kind.call, "__code__", None), "co_names", ())
+    used = [vars(sys.modules.get(kind.__module__, kind)).get(name) for name in names]
+    methods = [value for name, value in vars(kind).items() if name not in ("__init__", "build")]
+    try:
+        texts = [inspect.getsource(part) for part in (kind.call, *filter(inspect.isfunction, [*used, *methods]))]
+    except (OSError, TypeError):  # a class whose text is in no file
+        return False
+    return any(_A_DRAW.search(text) for text in texts)

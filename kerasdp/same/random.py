@@ -1,0 +1,364 @@
+"""Draws random numbers that are the same on every backend and device count: functions of seed, step and sample.
+
+Keras draws with its backend's own generator, so that dropout differs from backend to backend, and every replica draws
+the same numbers for its shard of the batch. Here a counter-based generator is asked for "number `j` of sample `i`",
+where `i` is the sample's row in the GLOBAL batch: a replica that holds samples 32 to 63 draws what one device
+would draw for them.
+
+The generator is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
+SC 2011, doi:10.1145/2063384.2063405), in the int32 operations that torch, JAX and TensorFlow share: they wrap
+around on all three, where unsigned ones are missing (torch 2.13: no shift of uint32).
+"""
+
+import contextlib
+import functools
+import importlib
+import math
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.patches import current_step, step_with
+from kerasdp.keras_compat.random import is_in_layer_call, is_in_tensorflow_graph, next_seed, wrap_draws
+from kerasdp.same.replica_context import FIRST, RowAxis, current
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_KEY_PARITY = 0x1BD11BDA
+# Bits of a uniform number: as many as float32 holds exactly, so that it is the same in every precision.
+UNIFORM_BITS = 24
+
+
+def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Returns two words of random bits for each counter, by Threefry-2x32-20.
+
+    Args:
+        key: two int32 tensors that broadcast with the counter: the bits of unsigned words.
+        counter: two int32 tensors of one shape.
+
+    Returns:
+        Two int32 tensors of that shape.
+    """
+    keys = (*key, ops.bitwise_xor(ops.bitwise_xor(key[0], key[1]), _KEY_PARITY))
+    x, y = counter[0] + keys[0], counter[1] + keys[1]
+    for block in range(5):
+        for distance in _ROTATIONS[block % 2]:
+            x = x + y
+            y = ops.bitwise_xor(_rotate(y, distance), x)
+        x = x + keys[(block + 1) % 3]
+        y = y + keys[(block + 2) % 3] + (block + 1)
+    return x, y
+
+
+def _rotate(word: Any, distance: int) -> Any:
+    # The right shift of a signed number fills up with its sign, which is cut away.
+    right = ops.bitwise_and(ops.right_shift(word, 32 - distance), (1 << distance) - 1)
+    return ops.bitwise_or(ops.left_shift(word, distance), right)
+
+
+# Makes numbers of a shape from two arrays of words, each of shape `(entries of axis 0, half of the numbers of an
+# entry)`, and what else it is told: values that can be hashed.
+Maker = Callable[..., Any]
+
+
+# Draws numbers of a shape from the key (a tensor of two whole numbers, or two int) and the index of the first entry of
+# axis 0.
+Draw = Callable[[tuple[Any, ...], Any, Any], Any]
+
+
+def _by(make: Maker, *choices: Any) -> Draw:
+    """Returns what draws with a maker, one of those below, and what that is told.
+
+    On TensorFlow this is one compiled function, from the key to what is made of the words. Between functions and
+    operations words would be int32, which it (2.21) keeps in host memory on GPUs: of a mask all numbers would be made
+    there.
+    """
+
+    def draw(shape: tuple[Any, ...], state: Any, first: Any) -> Any:
+        if keras.backend.backend() == "tensorflow":
+            state, first = ops.convert_to_tensor(state), ops.convert_to_tensor(first, "int32")
+            return _compiled(make)(state, first, shape, choices)
+        return _drawn(make, state, first, shape, choices)
+
+    return draw
+
+
+@functools.cache
+def _compiled(make: Maker) -> Callable[..., Any]:
+    """Returns a function of its own for each maker: how it is compiled depends on shape and choices."""
+    return importlib.import_module("kerasdp.backends.tensorflow.xla").compiled(functools.partial(_drawn, make))
+
+
+def _drawn(make: Maker, state: Any, first: Any, shape: tuple[Any, ...], choices: tuple[Any, ...]) -> Any:
+    # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
+    state = ops.convert_to_tensor(ops.cast(state, "int32"), "int32")
+    entries, numbers = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    row = ops.expand_dims(ops.arange(entries, dtype="int32"), 1) + first
+    column = ops.expand_dims(ops.arange((numbers + 1) // 2, dtype="int32"), 0)
+    counter = row + ops.zeros_like(column), column + ops.zeros_like(row)
+    return make(shape, *threefry((state[0], state[1]), counter), *choices)
+
+
+def _words(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
+    """Returns a tensor of the shape, of two halves of the numbers of each entry."""
+    return ops.reshape(ops.concatenate([x, y], axis=1)[:, : math.prod(shape[1:])], shape)
+
+
+def _mask(shape: tuple[Any, ...], x: Any, y: Any, dropped: int) -> Any:
+    """Returns bools: False with a probability of `dropped / 2**UNIFORM_BITS`."""
+    return _upper_bits(_words(shape, x, y)) >= dropped
+
+
+def _uniform(shape: tuple[Any, ...], x: Any, y: Any, dtype: str) -> Any:
+    """Returns exact numbers in [0, 1), in float64 if what is made of them is to be float64, else in float32."""
+    return _in_unit_interval(_words(shape, x, y), dtype)
+
+
+def _two_uniforms(shape: tuple[Any, ...], x: Any, y: Any, dtype: str) -> tuple[Any, Any]:
+    """Returns two arrays as `_uniform` has them, of the words as they come: half of the numbers each."""
+    return _in_unit_interval(x, dtype), _in_unit_interval(y, dtype)
+
+
+def _whole(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
+    """Returns whole numbers from 0 to `2**31 - 1`."""
+    return ops.bitwise_and(_words(shape, x, y), 0x7FFFFFFF)
+
+
+def _integers(shape: tuple[Any, ...], x: Any, y: Any, low: int, high: int, dtype: str) -> Any:
+    """Returns whole numbers from `low` to `high - 1`."""
+    return ops.cast(low + ops.mod(_whole(shape, x, y), high - low), dtype)
+
+
+def _upper_bits(drawn: Any) -> Any:
+    """Returns the upper 24 bits, as numbers from 0."""
+    return ops.bitwise_and(ops.right_shift(drawn, 32 - UNIFORM_BITS), (1 << UNIFORM_BITS) - 1)
+
+
+def _in_unit_interval(drawn: Any, dtype: Any) -> Any:
+    wide = "float64" if keras.backend.standardize_dtype(dtype) == "float64" else "float32"
+    return ops.cast(_upper_bits(drawn), wide) * 2.0**-UNIFORM_BITS
+
+
+def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
+    """Draws random words for a tensor of a batch.
+
+    Args:
+        shape: of the words. Those of a sample depend on its row in the global batch; where the rows are in the tensor
+            is known from `kerasdp.step.row_search`. In a tensor without rows, all replicas draw the same.
+        seed: a `keras.random.SeedGenerator`, which is advanced, or an int, or a pair of words.
+        tensor: that the words are for: its rows are on the same axis.
+
+    Returns:
+        Int32 tensor of that shape; all 32 bits of each number are random.
+    """
+    return _for_rows(_by(_words), shape, seed, tensor)
+
+
+def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+    """Drops units, as `keras.random.dropout`. The mask is bit-equal everywhere; see `bits` for the seed.
+
+    `noise_shape`: None in it stands for the axis of the inputs.
+    """
+    shape = list(ops.shape(inputs))
+    for axis, size in enumerate(noise_shape or ()):
+        if size is not None and (axis > 0 or size == 1):
+            shape[axis] = size
+    dropped = round(rate * 2**UNIFORM_BITS)
+    keep = _for_rows(_by(_mask, dropped), tuple(shape), seed, inputs)
+    scale = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
+    return ops.where(keep, inputs * ops.cast(scale, inputs.dtype), ops.zeros((), dtype=inputs.dtype))
+
+
+def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
+    """Draws as `keras.random.uniform`, in steps of `(maxval - minval) / 2**24`; see `bits` for shape and seed."""
+    dtype = dtype or keras.config.floatx()
+    numbers = _unit(shape, seed, dtype)
+    if not (isinstance(minval, (int, float)) and isinstance(maxval, (int, float)) and (minval, maxval) == (0, 1)):
+        numbers = minval + numbers * (maxval - minval)
+    return ops.cast(numbers, dtype)
+
+
+def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
+    """Draws as `keras.random.normal`, by Box and Muller (1958), equal up to round-off; see `bits` for the arguments."""
+
+    dtype = dtype or keras.config.floatx()
+    halves = _by(_two_uniforms, keras.backend.standardize_dtype(dtype))
+
+    def numbers(shape: tuple[Any, ...], state: Any, first: Any) -> Any:
+        x, y = halves(shape, state, first)
+        radius = ops.sqrt(-2.0 * ops.log(x + 2.0**-UNIFORM_BITS))  # of a number in (0, 1]
+        angle = 2.0 * math.pi * y
+        return _words(shape, radius * ops.cos(angle), radius * ops.sin(angle))
+
+    return ops.cast(mean + stddev * _for_rows(numbers, tuple(shape), seed), dtype)
+
+
+def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
+    """Draws as `keras.random.truncated_normal`, by the inverse of the distribution function."""
+    dtype = dtype or keras.config.floatx()
+    centred = 2.0 * _unit(shape, seed, dtype) + (2.0**-UNIFORM_BITS - 1.0)
+    numbers = math.sqrt(2.0) * ops.erfinv(math.erf(math.sqrt(2.0)) * centred)
+    return ops.cast(mean + stddev * numbers, dtype)
+
+
+def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: Any = None) -> Any:
+    """Draws as `keras.random.randint`; see `bits` for shape and seed."""
+    if isinstance(minval, int) and isinstance(maxval, int):
+        integers = _by(_integers, minval, maxval, keras.backend.standardize_dtype(dtype))
+        return _for_rows(integers, tuple(shape), seed)
+    minval, maxval = (ops.cast(value, "int32") for value in (minval, maxval))
+    words = _for_rows(_by(_whole), tuple(shape), seed)
+    return ops.cast(minval + ops.mod(words, maxval - minval), dtype)
+
+
+_PORTABLE = {function.__name__: function for function in (dropout, uniform, normal, truncated_normal, randint)}
+_NOT_PORTABLE = ("beta", "binomial", "categorical", "gamma", "shuffle")
+
+
+class _Drawing(NamedTuple):
+    """What draws: its name, the tensors it was called with, and what gives the words where no seed is given."""
+
+    name: str
+    tensors: list[Any]
+    unseeded: Callable[[], Any] | None
+
+
+# User-defined code that is no layer with a seed generator.
+UNNAMED = "a layer, loss or step"
+# That of `Runner.step`, while it is looked at.
+STEP = "the step"
+_UNNAMED = _Drawing(UNNAMED, [], None)
+# What draws before the steps, and in between. In a graph of TensorFlow's this is a function of `tf.data`, where Keras'
+# layers draw with TensorFlow on every backend: on tensorflow, too, it is left to them.
+INITIALIZER, DATA = "an initializer", "the data"
+OF_DATA = (INITIALIZER, DATA)
+
+
+def _running_draw() -> _Drawing | None:
+    """Returns what draws now; None outside of a run."""
+    step = current_step()  # of a thread of TensorFlow's, for a replica, it may know nothing but that
+    drawing: _Drawing | None = step.drawing
+    if drawing is not None and drawing.name in OF_DATA and step.weight is None and is_in_tensorflow_graph():
+        return None
+    return _UNNAMED if drawing is None and step.replica is not None else drawing
+
+
+def portable_draws(
+    name: str,
+    inputs: Any = None,
+    unseeded: Callable[[], Any] | None = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
+
+    What it does not know is drawn by the backend, with a warning.
+
+    Args:
+        name: of what draws, for messages: "layer noise".
+        inputs: that the layer is called with; a structure of tensors, among others.
+        unseeded: gives two int32 to draw with where no seed is given. None: Keras' global generator does, outside of
+            layers.
+    """
+    wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
+    tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
+    return step_with(drawing=_Drawing(name, tensors, unseeded))
+
+
+def _portable_where_asked(kind: str, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    drawing = _running_draw()
+    if drawing is not None and kind in _PORTABLE:
+        return _PORTABLE[kind](*args, **kwargs)
+    if drawing is not None:
+        warnings.warn(
+            f"{drawing.name} draws from keras.random.{kind}, which differs from backend to backend: so will the "
+            "training",
+            stacklevel=3,
+        )
+    return draw(*args, **kwargs)
+
+
+def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
+    """Draws the numbers of this replica's rows.
+
+    Args:
+        numbers: draws them.
+        shape: of the numbers.
+        seed: see `bits`; so is `tensor`.
+    """
+    context = current()
+    if context is None or context.rows is None or not shape:
+        return numbers(shape, _state(seed), 0)
+    axis = _row_axis(context, shape, seed, tensor)
+    if axis is None:
+        return numbers(shape, _state(seed), 0)
+    size = shape[axis.axis]
+    if axis == FIRST:
+        return numbers(shape, _state(seed), context.first_row * (size // context.rows))
+    if context.total_rows is None:
+        raise UserError(
+            "a layer draws random numbers for a tensor whose samples are not on axis 0, which stages on jax cannot: "
+            "use --strategy=data"
+        )
+    # Rare: draws for the global batch, and takes this replica's rows.
+    whole = list(shape)
+    whole[axis.axis] = size // context.rows * context.total_rows
+    indices = axis.indices(size, context.rows, context.first_row, context.total_rows)
+    return ops.take(numbers(tuple(whole), _state(seed), 0), indices, axis=axis.axis)
+
+
+def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowAxis | None:
+    name, tensors, _ = _running_draw() or _UNNAMED
+    if tensor is None:  # what the layer was called with, if its shape is that of the draws
+        alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
+        tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
+    key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else f"{name}, {seed if type(seed) is int else None}"
+    return context.row_axis(("draw", key), tensor, name, tuple(shape))
+
+
+def _state(seed: Any) -> Any:
+    """Returns two words to draw with."""
+    drawing = _running_draw()
+    words = drawing.unseeded if drawing is not None and seed is None else None
+    is_known = drawing is not None and (is_in_layer_call() or drawing.name == STEP)
+    if seed is None and words is None and drawing is not None and is_known:
+        raise UserError(
+            f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
+            "and a resumed run: give it seed=keras.random.SeedGenerator(0), made with the layer, or do without it"
+        )
+    kept = current_step().kept
+    if kept is not None and isinstance(seed, keras.random.SeedGenerator) and id(seed.state) not in kept:
+        raise UserError(
+            f"{_UNNAMED.name if drawing is None else drawing.name} draws with a SeedGenerator that the model does not "
+            "hold, so that on jax each step would draw the same numbers: make it an attribute of the model"
+        )
+    return next_seed(seed) if words is None else words()
+
+
+def _unit(shape: Any, seed: Any, dtype: Any) -> Any:
+    return _for_rows(_by(_uniform, keras.backend.standardize_dtype(dtype)), tuple(shape), seed)
+
+
+def generators_of(objects: list[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Returns how to get and to set the states of the generators of Python and NumPy, and of those that objects hold.
+
+    With torch also that of its CPU.
+    """
+    own = [value for each in objects for value in vars(each).values()]
+    found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+    ]
+    found += [(value.getstate, value.setstate) for value in own if isinstance(value, random.Random)]
+    found += [(value.get_state, value.set_state) for value in own if isinstance(value, np.random.RandomState)]
+    for bits in [value.bit_generator for value in own if isinstance(value, np.random.Generator)]:
+        found.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
+    if keras.config.backend() == "torch":
+        torch = importlib.import_module("torch")
+        found.append(
+            (lambda: torch.get_rng_state().numpy(), lambda state: torch.set_rng_state(torch.from_numpy(state)))
+        )
+    return found

@@ -1,0 +1,383 @@
+"""Runs a user-defined `train_step` or `test_step` on each replica's rows, and joins what they find.
+
+Each replica's step gets its rows as if they were the batch. The gradients that reach an optimizer are averaged over the
+replicas, weighted by their rows; metrics are joined. So the step is that of the whole batch where its losses are means
+over rows. Before that a step is tried on a few rows, to see what it does; the trial changes nothing.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import InnerScope, all_layers, is_next_value, raw_value
+from kerasdp.keras_compat.models import as_keras_gives, hooked_steps, losses_of_whole_batch, plain_attributes_kept
+from kerasdp.keras_compat.numerics import same_on_all_backends
+from kerasdp.keras_compat.optimizers import wrapped_apply
+from kerasdp.keras_compat.patches import current_step, step_with
+from kerasdp.same import replica_context
+from kerasdp.same.layer_calls import hook_layers
+from kerasdp.same.random import UNNAMED, portable_draws
+from kerasdp.same.replica_context import RowAxes, use
+from kerasdp.step.row_search import (
+    Whole,
+    explaining_trial,
+    find_row_axes_of,
+    fixed_values,
+    rows_of,
+    trial_context,
+)
+
+Tensor = Any
+# What a step found, with its name.
+Found = tuple[str, Tensor | None]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Share:
+    """What a replica has of a global batch, and how it learns what the others found.
+
+    Args:
+        rows: of this replica.
+        total_rows: of all.
+        build: builds an optimizer once for all replicas.
+        add_up: sums each of these tensors over the replicas.
+        is_trial: whether this step is only to be looked at: no optimizer changes anything.
+        found: in a trial, by name: the gradients that reached an optimizer, and by how much metrics' variables changed,
+            of the global batch.
+        results: what metrics gave within the step, each with a function that computes it again.
+        declared: what the step returns that is no mean.
+    """
+
+    rows: int
+    total_rows: int
+    build: Callable[[keras.optimizers.Optimizer, list[Any]], None]
+    add_up: Callable[[list[Tensor]], list[Tensor]] = list  # of a replica that has all rows
+    is_trial: bool = False
+    found: list[Found] = dataclasses.field(default_factory=list)
+    results: list[tuple[Tensor, Callable[[], Tensor]]] = dataclasses.field(default_factory=list)
+    declared: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def of_all(self, sums: list[Tensor | None], means: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
+        """Sums tensors over the replicas, and averages others, weighted by rows, in one message for each type.
+
+        A replica without rows of its own adds nothing. None stays None.
+        """
+        own = [*sums, *(None if tensor is None else tensor * (self.rows / self.total_rows) for tensor in means)]
+        present = [ops.convert_to_tensor(tensor) for tensor in own if tensor is not None]
+        own_share = [tensor if self.rows else ops.zeros_like(tensor) for tensor in present]
+        found = iter(self.add_up(own_share) if present else [])
+        return [None if tensor is None else next(found) for tensor in own]
+
+    def mean(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Averages tensors over the replicas, weighted by their rows."""
+        return self.of_all([], tensors)
+
+
+@contextlib.contextmanager
+def join_steps(model: keras.Model) -> Iterator[None]:
+    """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
+    clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradients")
+    hooks = hooked_steps(model, _apply_means, _update_by_rows, _remember_result)
+    with hooks, clipping.clipping_means(_means_of_clipped):
+        yield
+
+
+def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any]:
+    """Runs a step within `join_steps`, and returns its logs for the global batch.
+
+    Args:
+        model: whose metrics the step updates.
+        name: of its step.
+        data: this replica's rows: inputs, targets and sample weights, without padding.
+        share: of this replica.
+    """
+    variables = model.metrics_variables
+    before = [ops.copy(variable) for variable in variables]
+    with step_with(share=share):
+        logs = getattr(model, name)(as_keras_gives(data))
+    changes = [variable - value for variable, value in zip(variables, before)]
+    # A value that a metric gave is computed again; others are averaged.
+    found = [
+        (value, next((again for known, again in share.results if known is value), None))
+        for value in keras.tree.flatten(logs)
+    ]
+    joined = iter(share.of_all(changes, [value for value, again in found if again is None]))
+    if share.is_trial:
+        share.found += [(f"change of metric {variable.path}", next(joined)) for variable in variables]
+        if getattr(model, "checks_results", False):
+            share.found += [("value that it returns", value) for value in (*joined, *share.declared)]
+        return logs
+    for variable, value in zip(variables, before):
+        variable.assign(value + next(joined))
+    return keras.tree.pack_sequence_as(logs, [next(joined) if again is None else again() for _, again in found])
+
+
+def run_on_shard(
+    model: keras.Model,
+    name: str,
+    batch: tuple[Any, Any, Any],
+    context: replica_context.ReplicaContext,
+    add_up: Callable[[list[Tensor]], list[Tensor]],
+    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
+    is_trial: bool = False,
+) -> tuple[dict[str, Any], list[Found]]:
+    """Runs a step on a replica's shard of a batch, within `join_steps`.
+
+    Args:
+        model: of the user.
+        name: of its step.
+        batch: inputs, targets and sample weights of the replica's padded shard.
+        context: of the shard.
+        add_up: see `Share`; so are `build` and `is_trial`.
+
+    Returns:
+        The logs, and what was found in a trial, both for the global batch.
+    """
+    context = context.of_real_rows()
+    rows = context.rows or 0  # where it has no row of its own, one of padding
+    data = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:rows], batch)
+    share = Share(
+        rows=context.num_rows, total_rows=context.total_rows or 0, add_up=add_up, build=build, is_trial=is_trial
+    )
+    context.calling.append(model)
+    with use(context):
+        logs = run(model, name, data, share)
+    return logs, share.found
+
+
+def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Averages gradients that a step is about to clip; when they reach the optimizer, their mean is the same."""
+    share = current_step().share
+    return gradients if share is None else share.mean(gradients)
+
+
+def _apply_means(apply: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    share = current_step().share
+    if share is None:
+        return apply(optimizer, grads, trainable_variables)
+    if keras.backend.backend() == "tensorflow":
+        grads = importlib.import_module("kerasdp.backends.tensorflow.gradients").dense(list(grads))
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+        if not optimizer.built:
+            share.build(optimizer, trainable_variables)
+    if share.is_trial:
+        names = [getattr(variable, "path", variable.name) for variable in trainable_variables or ()]
+        means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
+        share.found += [(f"gradient of {name}", mean) for name, mean in means]
+        return None
+    with step_with(share=None):  # a LossScaleOptimizer has another one apply them
+        return apply(optimizer, share.mean(list(grads)), trainable_variables)
+
+
+def _update_by_rows(update: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    """A mean of numbers, each of a step, takes each replica's by its rows; one of rows has as many as there are."""
+    share = current_step().share
+    if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
+        sample_weight = share.rows / share.total_rows
+    return update(metric, values, sample_weight)
+
+
+def _remember_result(result: Callable[[], Any]) -> Any:
+    value, share = result(), current_step().share
+    if share is not None and isinstance(value, dict):
+        share.results += [(leaf, lambda name=name: result()[name]) for name, leaf in value.items()]
+    elif share is not None:
+        share.results.append((value, result))
+    return value
+
+
+def title_of(model: keras.Model, name: str) -> str:
+    """Returns how messages name a step of a model, `name`."""
+    return getattr(model, "title", f"{name} of {type(model).__name__}")
+
+
+def refuse_next_values(model: keras.Model, what: str, instead: str) -> None:
+    """Raises `UserError` for variables that are overwritten with their gradients, where these are not of a whole batch.
+
+    Args:
+        model: built.
+        what: would train it so.
+        instead: what to do.
+    """
+    for variable in filter(is_next_value, model.trainable_variables):
+        raise UserError(
+            f"{what}: expected gradients that an optimizer may average. Received: {variable.path} of {model.name}, "
+            f"whose gradient is its next value (float8), found in the whole batch; {instead}"
+        )
+
+
+def find_rows_of_step(
+    model: keras.Model,
+    name: str,
+    data: Any,
+    strategy: Any,
+    will_be_checked: bool = False,
+) -> None:
+    """Finds where the rows are in all that a user-defined step computes; `row_axes_of` gives it.
+
+    The step is run on a few rows and on half of them; nothing changes.
+
+    Args:
+        model: built and made `portable`.
+        name: of the step.
+        data: `NUM_ROWS` samples: inputs, targets and sample weights, in NumPy.
+        strategy: of the run.
+        will_be_checked: whether a wrong answer will be found, so that an uncertain one will do.
+
+    Raises:
+        UserError: if that cannot be known, since the step mixes the samples of a batch.
+    """
+
+    build = strategy.shard_steps(model).build_optimizer
+
+    def call(axes: RowAxes, rows: slice) -> None:
+        left = [axes]  # for the first replica of this process; the others see the same
+
+        def trial() -> None:
+            context = trial_context(left.pop() if left else Whole(), rows, is_own_step=True)
+            share = Share(rows=context.num_rows, total_rows=context.num_rows, build=build, is_trial=True)
+            with use(context), portable_draws(UNNAMED):
+                run(model, name, rows_of(data, rows), share)
+
+        with leave_unchanged(model), explaining_trial(title_of(model, name), rows.stop - rows.start):
+            strategy.each_replica(trial)
+
+    find_row_axes_of(model, name, call, will_be_checked)
+
+
+@contextlib.contextmanager
+def leave_unchanged(model: keras.Model) -> Iterator[None]:
+    """Returns the context of steps that are only looked at: afterwards the model is what it was.
+
+    Weights, and plain attributes (a counter of steps, say); metrics are as at the begin of an epoch.
+    """
+    model.reset_metrics()
+    values = fixed_values(model)
+    try:
+        with plain_attributes_kept(model), join_steps(model), same_on_all_backends():
+            yield
+    finally:
+        model.reset_metrics()
+        for variable, value in values:
+            variable.assign(value)
+            if getattr(variable.value, "grad", None) is not None:  # of torch: not every step begins by zeroing it
+                variable.value.grad = None
+
+
+def try_whole_step(model: keras.Model, data: tuple[Any, Any, Any], strategy: Any) -> list[Found]:
+    """Runs a model's own `train_step` on a whole batch, without an update, within `leave_unchanged`.
+
+    Args:
+        model: as in `find_rows_of_step`; so are `data`, of any number of rows, and `strategy`.
+
+    Returns:
+        What it found, as in `Share`.
+    """
+    build = strategy.shard_steps(model).build_optimizer
+
+    def trial() -> list[Found]:
+        tensors = rows_of(data, slice(None))
+        num_rows = len(keras.tree.flatten(tensors)[0])
+        share = Share(rows=num_rows, total_rows=num_rows, build=build, is_trial=True)
+        with portable_draws(UNNAMED), losses_of_whole_batch():
+            run(model, "train_step", tensors, share)
+        return share.found
+
+    return strategy.each_replica(trial)[0]
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepParts:
+    """What a user-defined step uses.
+
+    Attributes:
+        layers: that it calls, without those that are called within them.
+        optimizers: that it lets apply gradients, each with the weights.
+        metrics: that it updates.
+        variables: that it reads or assigns and that are in none of these.
+    """
+
+    layers: list[keras.layers.Layer]
+    optimizers: list[tuple[keras.optimizers.Optimizer, list[keras.Variable]]]
+    metrics: list[keras.metrics.Metric]
+    variables: list[keras.Variable]
+
+
+class _Recording(InnerScope):
+    """Takes which variables are read or assigned, by their `id`, into `used`."""
+
+    def __init__(self, used: dict[int, keras.Variable]):
+        super().__init__()
+        self.used = used
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        self.used.setdefault(id(update[0]), update[0])
+        super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        if raw_value(variable) is None:  # Keras makes it when the scope is left
+            raise UserError(
+                f"the step makes the variable {variable.path}: make variables, layers and metrics, and build them, "
+                "before the step"
+            )
+        self.used.setdefault(id(variable), variable)
+        return super().get_current_value(variable)
+
+
+def find_parts(
+    step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], Any], name: str = UNNAMED
+) -> StepParts:
+    """Runs a step, and returns what it uses; no variable changes, no optimizer updates or is built.
+
+    Args:
+        step: of a user.
+        data: a few samples, as the step takes them, in NumPy.
+        run_in_replicas: `trace` or `each_replica` of a `kerasdp.step.contract.Strategy`.
+        name: of what draws random numbers: see `portable_draws`.
+
+    Raises:
+        UserError: if the step makes a variable.
+    """
+    calls: dict[int, keras.layers.Layer] = {}
+    applied: dict[int, tuple[Any, list[Any]]] = {}
+    used: dict[int, keras.Variable] = {}
+
+    def record(layer: keras.layers.Layer, outputs: Any) -> None:
+        calls.setdefault(id(layer), layer)
+
+    def apply(original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        applied.setdefault(id(optimizer), (optimizer, list(trainable_variables or ())))
+
+    def run() -> None:
+        tensors = keras.tree.map_structure(
+            lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), data
+        )
+        with step_with(record=record), _Recording(used), portable_draws(name):
+            step(tensors)
+
+    hook_layers()
+    with wrapped_apply(apply), same_on_all_backends():
+        run_in_replicas(run)
+    inner = {id(part) for layer in calls.values() for part in all_layers(layer, include_self=False)}
+    layers = [layer for key, layer in calls.items() if key not in inner]
+    optimizers = list(applied.values())
+    metrics = [each for each in _living(keras.metrics.Metric) if any(id(own) in used for own in each.variables)]
+    known = {
+        id(variable) for part in (*layers, *metrics, *(one for one, _ in optimizers)) for variable in part.variables
+    }
+    variables = [variable for key, variable in used.items() if key not in known]
+    return StepParts(layers=layers, optimizers=optimizers, metrics=metrics, variables=variables)
+
+
+def _living(kind: type) -> list[Any]:
+    """Returns all objects of a class, in the order in which they were made: Keras (3.15) keeps no list."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]

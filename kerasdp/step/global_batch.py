@@ -1,0 +1,512 @@
+"""Computes loss and metrics of a global batch from what a replica computed of its own rows, in one pass or in several.
+
+Each replica sums what its own rows have in a loss that is a sum over rows, divided by what the loss of the whole batch
+is divided by; and the changes of metrics that add up. Those of Keras are known, and others are declared with
+`per_sample`. For all else the outputs of the whole batch are gathered.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar, cast
+
+import keras
+import numpy as np
+from keras import ops
+
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import has_mask, is_of_keras, living_variables, mask_of, set_mask, with_mask
+from kerasdp.keras_compat.models import (
+    compiled_loss,
+    compiled_metrics,
+    compiled_variables,
+    compute_loss,
+    is_metric_of_keras,
+    loss_options,
+    losses_of_whole_batch,
+    metric_function,
+    of_same_rank,
+    output_losses,
+    reducing_losses,
+    update_compiled_metrics,
+    update_loss_metric,
+)
+from kerasdp.same.random import portable_draws
+from kerasdp.same.replica_context import FIRST, ReplicaContext, RowAxis
+
+Tensor = Any
+
+# Keras' functions (3.15) that give a loss for each row, and nothing about rows taken together (as `dice`).
+BY_ROWS = {
+    getattr(keras.losses, name)
+    for name in (
+        "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy",
+        "categorical_focal_crossentropy", "categorical_hinge", "cosine_similarity", "ctc", "hinge", "huber",
+        "kl_divergence", "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error",
+        "mean_squared_logarithmic_error", "poisson", "sparse_categorical_crossentropy", "squared_hinge",
+    )
+}  # fmt: skip
+
+Definition = TypeVar("Definition")
+_DECLARED = "is_per_sample"
+
+
+def per_sample(definition: Definition) -> Definition:
+    """Says of a loss or a metric that a sample's part of it depends on that sample alone; a decorator.
+
+    Then several devices compute it each of their own samples, instead of gathering the outputs of the whole batch.
+
+    Args:
+        definition: a loss function that returns a value (or values) for each sample, shape `(samples, ...)`; a subclass
+            of `keras.losses.Loss` whose `call` does; or a subclass of `keras.metrics.Metric` whose variables are sums
+            over the samples.
+
+    Returns:
+        The same.
+    """
+    setattr(definition, _DECLARED, True)
+    return definition
+
+
+def _is_declared(*definitions: Any) -> bool:
+    """Returns whether one of these was given to `per_sample`."""
+    return any(getattr(definition, _DECLARED, False) for definition in definitions)
+
+
+def is_by_rows(loss: keras.losses.Loss) -> bool:
+    """Returns whether a loss is known to give a value, or values, for each row, which depend on that row alone."""
+    function = getattr(loss, "fn", None)
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return False
+    if _is_declared(function, type(loss)):
+        return True
+    return is_of_keras(type(loss)) and function in BY_ROWS and loss_options(loss).get("axis", -1) == -1
+
+
+def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
+    """Returns whether class and function of a loss are Keras' own."""
+    return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
+
+
+def is_sum_over_rows(model: keras.Model) -> bool:
+    """Returns whether the loss of a batch is a sum over its rows, but for what it is divided by.
+
+    `model`: compiled, and its losses built.
+    """
+    return type(model).compute_loss is keras.Model.compute_loss and not _coupling_losses(model)
+
+
+def _coupling_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Returns the losses of a model that need the whole batch."""
+    return [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
+
+
+def require_values(loss: keras.losses.Loss, values: Any, num_rows: int) -> None:
+    """Raises `UserError` if a loss that was said to be `per_sample` gives no value for each row."""
+    if not len(values.shape) or values.shape[0] != num_rows:
+        raise UserError(
+            f"the loss {loss.name}: expected a value for each of the {num_rows} samples, since it is declared "
+            f"per_sample. Received: shape {tuple(values.shape)}"
+        )
+
+
+def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, instead: str) -> list[float]:
+    """Returns the weight of each micro-batch's loss in the loss of the global batch.
+
+    Args:
+        model: compiled, and its losses built.
+        counts: rows of each micro-batch.
+        is_weighted: whether the samples have weights.
+        instead: what to do about a loss that cannot be computed for each of them alone.
+
+    Raises:
+        UserError: if the loss of the global batch is not a sum over the micro-batches.
+    """
+    # Those that Keras has made of all that `compile` takes, in each of its outputs.
+    losses = output_losses(model)
+    for loss in losses:
+        # One with `ignore_class` takes the mean of what is left (Keras 3.15).
+        if not is_by_rows(loss) or loss_options(loss).get("ignore_class") is not None:
+            raise UserError(
+                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}, or, where it "
+                "returns a value for each sample, which depends on that sample alone, declare it with "
+                "kerasdp.per_sample"
+            )
+    reductions = {loss.reduction for loss in losses}
+    if reductions == {"sum"}:
+        return [1.0] * len(counts)
+    means = {"sum_over_batch_size", "mean"} | (set() if is_weighted else {"mean_with_sample_weight"})
+    if not reductions <= means:
+        raise UserError(
+            f"the losses of {model.name} are reduced by {', '.join(map(str, sorted(map(str, reductions))))}, which "
+            f"needs the whole batch at once; {instead}"
+        )
+    return [count / sum(counts) for count in counts]
+
+
+NUM_ROWS = 12
+
+
+def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[keras.Variable]:
+    """Returns the variables to which user-defined losses of `compile` assign; they are no model's.
+
+    Args:
+        model: its losses built.
+        targets: `NUM_ROWS` rows, NumPy arrays.
+        symbols: the model's outputs, as it gives them: `KerasTensor`s, whose rows do not matter.
+    """
+    numbers = np.random.RandomState(0)
+
+    def random(tensor: Any) -> Any:
+        """Returns outputs between 0 and 1, which suits probabilities and all else."""
+        values = numbers.uniform(0.05, 0.95, (NUM_ROWS, *tensor.shape[1:]))
+        return ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
+
+    def assigned() -> set[int]:
+        with contextlib.suppress(Exception), keras.StatelessScope() as scope:  # on outputs that they may not expect
+            cast(Any, compiled_loss(model))(targets, keras.tree.map_structure(random, symbols))
+            return set(scope.state_mapping)
+        return set()
+
+    with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
+        found = thread.submit(assigned).result() - set(map(id, compiled_variables(model)[0]))
+    variables = [variable for variable in living_variables() if id(variable) in found] if found else []
+    return [variable for variable in variables if variable.name != "seed_generator_state"]  # they draw portably
+
+
+def adds_up(metric: keras.metrics.Metric) -> bool:
+    """Returns whether updates with some rows of a batch, and with the others, change the variables as one with all."""
+    function, options = metric_function(metric)
+    if _is_declared(function, type(metric)):  # TensorFlow adds no truths up, and one of all rows is no sum
+        return not any(variable.dtype == "bool" for variable in metric.variables)
+    if is_of_keras(type(metric)) and function is None:
+        return bool(metric.variables)
+    is_known = function in BY_ROWS or (inspect.isfunction(function) and is_metric_of_keras(function))
+    return is_of_keras(type(metric)) and is_known and options.get("axis", -1) == -1
+
+
+def are_sums_over_rows(model: keras.Model) -> bool:
+    """Returns whether the metrics of a compiled model, once they are built, add up over the rows of a batch."""
+    return type(model).compute_metrics is keras.Model.compute_metrics and not _coupling_metrics(model)
+
+
+def _coupling_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns the metrics of a compiled model that are not known to add up."""
+    return [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
+
+
+def reasons_to_gather(model: keras.Model) -> list[str]:
+    """Returns what of a compiled model needs the outputs of the whole batch, with the reason; nothing, it may be."""
+    reasons = [f"the loss {loss.name} (not known to count each sample by itself)" for loss in _coupling_losses(model)]
+    for name in ("compute_loss", "compute_metrics"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            reasons = [*(reasons if name == "compute_metrics" else ()), f"{name} of {type(model).__name__}"]
+    return reasons + [f"the metric {metric.name} (not known to add up)" for metric in _coupling_metrics(model)]
+
+
+class Data(NamedTuple):
+    """A batch, or some rows of it, and what the model gives for it: structures of tensors.
+
+    Attributes:
+        inputs: of which user-defined methods may make use.
+        targets: with as many rows as `outputs`; may be None.
+        outputs: of the model.
+        sample_weight: may be None.
+    """
+
+    inputs: Any
+    targets: Any
+    outputs: Any
+    sample_weight: Any
+
+
+class Sums(NamedTuple):
+    """What the passes of a step leave for its end. `added` sums it over micro-batches.
+
+    Attributes:
+        shared: by name, what is to be summed over the replicas.
+        known: likewise, what all replicas have the sum of.
+        kept: all rows of each micro-batch, for metrics that do not add up.
+    """
+
+    shared: dict[str, Tensor]
+    known: dict[str, Tensor]
+    kept: list[Data]
+
+
+def added(before: Sums | None, sums: Sums) -> Sums:
+    """Adds what a pass leaves to what those before have left."""
+    if before is None:
+        return sums
+
+    def both(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+        return one | {name: one[name] + value if name in one else value for name, value in other.items()}
+
+    return Sums(both(before.shared, sums.shared), both(before.known, sums.known), [*before.kept, *sums.kept])
+
+
+class GlobalBatch:
+    """Loss and metrics of a global batch on one replica, after its forward pass, or the last one of its micro-batches.
+
+    Attributes:
+        loss: its gradients, averaged over the replicas and added up over micro-batches, are the
+            gradients of the global batch's loss.
+        sums: of this pass; once there are more, of all.
+        is_of_own_rows: whether the loss is a sum over the replicas' rows, else it is computed of all rows.
+    """
+
+    def __init__(
+        self, model: keras.Model, context: ReplicaContext | None, padded: Data, num_rows: int, *, training: bool,
+        add_up: Callable[[Tensor], Tensor], total_rows: int | None = None, share: float = 1.0,
+    ):  # fmt: skip
+        """Computes the loss.
+
+        Args:
+            model: built and compiled.
+            context: of the forward pass; None: the replica has the whole batch.
+            padded: the replica's rows, with padding.
+            num_rows: of the global batch, or of the micro-batch.
+            training: as Keras means it.
+            add_up: sums a number over the replicas, for what the loss is divided by.
+            total_rows: of the global batch. None: `num_rows`.
+            share: the weight of the micro-batch's loss in the loss of the global batch.
+        """
+        from kerasdp.same.layers import pack_moving
+
+        self.model, self.context, self.num_rows, self.training = model, context, num_rows, training
+        self._total_rows, self._share = total_rows or num_rows, share
+        self._is_part = context is not None and context.is_micro_batch
+        self.sums = Sums({}, {}, [])
+        # The replica's rows with padding, and without; and those of all.
+        self._padded, self._add_up = padded, add_up
+        self._own = padded if context is None else _without_padding(padded, context)
+        self._whole: Data | None = None
+        self._taken: dict[str, Tensor] = {}
+        if self._is_part:
+            refuse_masks(model, padded.outputs)
+        self._has_own_rows = self._is_by_rows()
+        self.is_of_own_rows = self._has_own_rows and is_sum_over_rows(model)
+        self._add_up_metrics = (self._has_own_rows or self._is_part) and are_sums_over_rows(model)
+        self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
+        if context is not None and context.moving:
+            self.sums.shared["moving"] = pack_moving(context.moving)
+
+    def tensors(self) -> Any:
+        """Returns what a function that is differentiated on jax must return, for `with_tensors`."""
+        outputs = self._padded.outputs
+        return self.sums, outputs, keras.tree.map_structure(mask_of, outputs)
+
+    def with_tensors(self, tensors: Any) -> "GlobalBatch":
+        """Takes what has become of `tensors` outside of that function."""
+        self.sums, outputs, masks = tensors
+        self._padded = self._padded._replace(outputs=keras.tree.map_structure(set_mask, outputs, masks))
+        return self
+
+    def whole(self) -> Data:
+        """Returns all rows of the global batch; gathers them when it is first called."""
+        # No `cached_property`, which (Python 3.11) lets only one thread in: TensorFlow traces replicas in turns.
+        padded, context = self._padded, self.context
+        if self._whole is None and context is not None:
+            self._whole = Data(
+                padded.inputs,
+                _each(context.gather_rows, padded.targets),
+                context.whole_outputs(padded.outputs),
+                _each(context.gather_rows, padded.sample_weight),
+            )
+        return self._whole or padded
+
+    def share_metrics(self) -> None:
+        """Computes what the replica's rows change in the metrics; outside of what is differentiated."""
+        if self._add_up_metrics:
+            rows = self._own if self._has_own_rows else self.whole()
+            _, variables = compiled_variables(self.model)
+            # A copy: Keras (3.15) multiplies sample weights by the outputs' mask in place.
+            weights, outputs = _each(ops.copy, rows.sample_weight), _each(ops.stop_gradient, rows.outputs)
+            with keras.StatelessScope(_zeros(variables)) as scope:
+                update_compiled_metrics(self.model, rows.targets, outputs, weights)
+            self._note_changes("metrics", variables, scope, self._has_own_rows)
+        elif self._is_part:
+            whole, outputs = self.whole(), _each(ops.stop_gradient, self.whole().outputs)
+            self.sums.kept.append(whole._replace(inputs=self._inputs_for("compute_metrics"), outputs=outputs))
+
+    def take(self, sums: dict[str, Tensor]) -> Tensor:
+        """Takes the sums of `sums.shared` over the replicas; returns the loss of the global batch."""
+        self._taken = added(Sums(sums, {}, []), Sums(self.sums.known, {}, [])).shared
+        return self._taken["loss"]
+
+    def move_statistics(self) -> None:
+        """Moves the moving statistics of layers whose replicas have statistics of their own."""
+        from kerasdp.same.layers import move_together
+
+        if "moving" in self._taken and self.context is not None:
+            move_together(self.context.moving or [], self._taken["moving"])
+
+    def update_metrics(self, loss: Tensor) -> dict[str, Any]:
+        """Updates the metrics with the global batch, of which `loss` is the loss; returns Keras' logs."""
+        update_loss_metric(self.model, loss, self._total_rows)
+        for name, variables in zip(("losses", "metrics"), compiled_variables(self.model)):
+            for place, variable in enumerate(variables):
+                if (change := self._taken.get(f"{name}/{place}")) is not None:
+                    variable.assign(variable + ops.cast(change, variable.dtype))
+        if self._add_up_metrics:
+            return self.model.get_metrics_result()
+        whole = self._joined() if self._is_part else self.whole()
+        inputs = whole.inputs if self._is_part else self._inputs_for("compute_metrics")
+        outputs = _each(ops.stop_gradient, whole.outputs)
+        return self.model.compute_metrics(inputs, whole.targets, outputs, sample_weight=whole.sample_weight)
+
+    def _joined(self) -> Data:
+        """Joins the rows of the micro-batches to the rows of the global batch."""
+        kept, context = self.sums.kept, cast(ReplicaContext, self.context)
+        counts = [(self._total_rows - self.num_rows) // max(len(kept) - 1, 1)] * (len(kept) - 1) + [self.num_rows]
+        inputs, targets, outputs, sample_weight = zip(*kept)
+        inputs, targets, sample_weight = joined_rows(
+            list(zip(inputs, targets, sample_weight)), counts, lambda *_: FIRST
+        )
+        return Data(inputs, targets, joined_rows(outputs, counts, context.output_axis), sample_weight)
+
+    def _is_by_rows(self) -> bool:
+        """Returns whether each replica has rows, and each output an entry for each of them."""
+        context, outputs = self.context, keras.tree.flatten(self._padded.outputs)
+        if context is None or context.rows is None or context.has_empty_replica:
+            return False
+        # Without a second axis, the rows are what Keras takes the mean of.
+        return all(len(leaf.shape) > 1 and context.is_by_rows(leaf, place) for place, leaf in enumerate(outputs))
+
+    def _loss_of_all_rows(self) -> Tensor:
+        whole = self.whole()
+        # A copy, as above. The thread of a replica knows nothing of the context of the run.
+        targets, weights = _each(ops.copy, whole.targets), _each(ops.copy, whole.sample_weight)
+        with losses_of_whole_batch(self._factor_of_means()), portable_draws("a loss"):
+            if self._is_part and (compiled := compiled_loss(self.model)) is not None:
+                loss = self._with_added(compiled(targets, whole.outputs, weights))
+            else:
+                inputs = self._inputs_for("compute_loss")
+                loss = compute_loss(self.model, inputs, targets, whole.outputs, weights, training=self.training)
+        self.sums.known["loss"] = ops.stop_gradient(loss)
+        return loss
+
+    def _with_added(self, loss: Tensor | None) -> Tensor:
+        """Adds to a loss what layers add, and the penalties of weights; of a micro-batch by its share of the rows."""
+        loss = loss * self._share if self._is_part and loss is not None else loss
+        for penalty in map(ops.sum, self.model.losses):  # each replica has all of them
+            penalty = penalty * (self.num_rows / self._total_rows) if self._is_part else penalty
+            loss = penalty if loss is None else loss + penalty
+        if loss is None:
+            raise UserError(f"{self.model.name} has no loss: add one to model.compile")
+        return loss
+
+    def _factor_of_means(self) -> float:
+        """Returns by what the micro-batch's loss is multiplied in the means that Keras keeps, weighted by the rows."""
+        return self._share * self._total_rows / self.num_rows
+
+    def _inputs_for(self, method: str) -> Any:
+        """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
+        inputs, is_own = self._padded.inputs, getattr(type(self.model), method) is not getattr(keras.Model, method)
+        return _each(self.context.gather_rows, inputs) if is_own and self.context is not None else inputs
+
+    def _loss_of_own_rows(self) -> Tensor:
+        own, context = self._own, cast(ReplicaContext, self.context)
+        variables, _ = compiled_variables(self.model)
+        compiled = compiled_loss(self.model)
+        # What Keras keeps of each output's loss: a mean, weighted by the rows.
+        factor = self._factor_of_means() * self.num_rows / (context.num_rows * context.num_replicas)
+        with (
+            keras.StatelessScope(_zeros(variables)) as scope,
+            losses_of_whole_batch(factor),
+            reducing_losses(self._share_of_loss),
+        ):
+            loss = None if compiled is None else compiled(own.targets, own.outputs, own.sample_weight)
+        self._note_changes("losses", variables, scope, True)
+        loss = self._with_added(loss)
+        self.sums.shared["loss"] = ops.stop_gradient(loss) / context.num_replicas
+        return loss
+
+    def _share_of_loss(self, loss: keras.losses.Loss, targets: Any, outputs: Any, sample_weight: Any) -> Tensor:
+        """Computes what `loss` does, with this replica's share of the global batch's; times the replicas.
+
+        As `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15, but that sums go over all replicas.
+        """
+        context = cast(ReplicaContext, self.context)
+        masks, dtype = [mask_of(outputs)], loss.dtype
+        targets, outputs = _each(lambda leaf: ops.convert_to_tensor(leaf, dtype=dtype), (targets, outputs))
+        values = loss.call(targets, outputs)
+        require_values(loss, values, context.num_rows)
+        masks = [mask for mask in (*masks, mask_of(values)) if mask is not None]
+        values = ops.convert_to_tensor(values, dtype=dtype)
+        weights = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
+        if masks:
+            mask = ops.cast(functools.reduce(ops.logical_and, masks), dtype)
+            if loss.reduction != "sum" and loss.reduction != "mean_with_sample_weight":
+                left = self._add_up(ops.stop_gradient(ops.sum(mask)))
+                mask *= ops.divide_no_nan(ops.cast(self._num_values(mask), dtype), left)
+            if weights is None:
+                weights = mask
+            else:
+                mask, weights = of_same_rank(mask, weights)
+                weights = weights * mask
+        if weights is not None:
+            values, weights = of_same_rank(values, weights)
+            values = values * weights
+        total = ops.sum(values) * context.num_replicas
+        if loss.reduction == "sum":
+            return total
+        if loss.reduction == "mean_with_sample_weight" and weights is not None:
+            return ops.divide_no_nan(total, self._add_up(ops.stop_gradient(ops.sum(weights))))
+        return total / self._num_values(values)
+
+    def _num_values(self, values: Tensor) -> int:
+        """Returns how many values the global batch has, of which these are the replica's."""
+        return math.prod(values.shape[1:]) * self.num_rows
+
+    def _note_changes(
+        self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope, are_shared: bool
+    ) -> None:
+        sums = self.sums.shared if are_shared else self.sums.known
+        for place, variable in enumerate(variables):
+            sums[f"{name}/{place}"] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
+
+
+def refuse_masks(model: keras.Model, outputs: Any) -> None:
+    """Raises `UserError` if outputs of a micro-batch carry masks, by which a loss needs the whole batch."""
+    if any(map(has_mask, keras.tree.flatten(outputs))):
+        raise UserError(
+            f"--accumulate: the outputs of {model.name} carry a mask, by which its loss needs the whole batch at once; "
+            "leave it out"
+        )
+
+
+def joined_rows(parts: Sequence[Any], counts: list[int], axis_of: Callable[[int, Tensor], RowAxis | None]) -> Any:
+    """Joins the rows of the micro-batches in each tensor of a structure.
+
+    Args:
+        parts: structures of tensors, alike.
+        counts: rows of each.
+        axis_of: returns where the rows are in a leaf, by its number.
+    """
+    leaves = [keras.tree.flatten(part) for part in parts]
+    whole = []
+    for number, own in enumerate(zip(*leaves)):
+        axis = None if own[0] is None else axis_of(number, own[0])
+        whole.append(own[0] if axis is None else axis.joined(list(own), counts))
+    return keras.tree.pack_sequence_as(parts[0], whole)
+
+
+def _without_padding(padded: Data, context: ReplicaContext) -> Data:
+    if context.num_rows == context.rows:  # the gradient of a slice would be a copy of all outputs
+        return padded
+    return Data(*(_each(lambda leaf: leaf[: context.num_rows], part) for part in padded))
+
+
+def _zeros(variables: list[keras.Variable]) -> list[tuple[keras.Variable, Tensor]]:
+    return [(variable, ops.zeros(variable.shape, variable.dtype)) for variable in variables]
+
+
+def _each(function: Callable[[Tensor], Tensor] | None, data: Any) -> Any:
+    """Calls a function with each tensor, and its mask; None stays None."""
+    if function is None:
+        return data
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else with_mask(function, leaf), data)

@@ -1,0 +1,179 @@
+"""Records what training steps compute, to find the place where two runs diverge."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from kerasdp.keras_compat.layers import added_losses
+from kerasdp.keras_compat.patches import step_with
+from kerasdp.run_state import Detail
+from kerasdp.same import replica_context
+from kerasdp.same.layer_calls import hook_layers
+from kerasdp.step.row_search import row_axes_of
+
+
+class Observer:
+    """Says how much training steps are to record, and keeps what they recorded.
+
+    Attributes:
+        detail: how much.
+        losses: of each step, over the global batch; scalar tensors.
+        gradient_norms: of each step, over all trainable weights; scalar tensors.
+        samples: the places in the data set of the rows of each step, integer tensors of shape `(rows,)`.
+        gradients: in detail, of the last step, for each trainable weight: an array, or None if the loss does not depend
+            on it.
+        outputs: likewise: the inputs, then what each layer gave for the global batch, in the order of the calls.
+    """
+
+    def __init__(self, detail: Detail = Detail.SUMMARY):
+        self.detail = detail
+        self.losses: list[Any] = []
+        self.gradient_norms: list[Any] = []
+        self.samples: list[Any] = []
+        self.gradients: list[Any] = []
+        self.outputs: dict[str, Any] = {}
+
+    def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
+        """Takes the loss of a step, its rows, and what `observed` recorded (nothing of a user-defined train_step)."""
+        self.losses.append(loss)
+        self.samples.append(samples)
+        self.gradient_norms.append(seen.get("gradient_norm"))
+        if "outputs" in seen:
+            self.gradients = [None if leaf is None else _array(leaf) for leaf in seen["gradients"]]
+            self.outputs = {name[_PLACE:]: _array(output) for name, output in sorted(seen["outputs"].items())}
+
+
+def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a step records, as tensors: part of its compiled function.
+
+    Args:
+        detail: how much.
+        gradients: for each trainable weight, of the loss of the global batch, reduced over the replicas; may hold None.
+        outputs: what `forward_pass` recorded.
+    """
+    if detail == Detail.NOTHING:
+        return {}
+    squares = [
+        ops.sum(ops.square(ops.cast(gradient, keras.backend.result_type(gradient.dtype, "float32"))))
+        for gradient in gradients
+        if gradient is not None
+    ]
+    seen = {"gradient_norm": ops.sqrt(sum(squares))}
+    if detail == Detail.EVERYTHING:
+        seen |= {"gradients": gradients, "outputs": outputs}
+    return seen
+
+
+# Characters of the number before a name; what follows the name in further calls.
+_PLACE = 6
+_NUMBER_OF_CALL = re.compile(r" \(\d+\)$")
+
+
+@contextlib.contextmanager
+def forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[dict[str, Any]]:
+    """Records a replica's forward pass of a training step of a model, as far as `detail` says.
+
+    Yields:
+        The inputs and what each layer gave, by name and in the order of the calls.
+    """
+    outputs: dict[str, Any] = {}
+    if detail < Detail.EVERYTHING:
+        yield outputs
+        return
+    _collect(outputs, "inputs", inputs, _whole)
+    with _recording(model, outputs, _whole):
+        yield outputs
+
+
+@contextlib.contextmanager
+def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
+    """Records what each layer of a model gives for this replica's rows in a forward pass.
+
+    At its end also what layers have added to the loss, in a scope that collects that, and what they have assigned.
+    """
+    outputs: dict[str, Any] = {}
+    with _recording(model, outputs, lambda tensor: tensor):
+        yield outputs
+    axes = row_axes_of(model)
+    added = [
+        (f"{layer.name}, in what it adds to the loss", loss)
+        for layer in axes.adding.values()
+        for loss in added_losses(layer)
+    ]
+    assigned = [
+        (f"{layer.name}, in what it assigns to {variable.path}", variable.value)
+        for layer, variables in axes.assigning
+        for variable in variables
+    ]
+    for name, tensor in added + assigned:
+        outputs[f"{len(outputs):0{_PLACE - 1}d} {name}"] = ops.stop_gradient(tensor)
+
+
+def layer_name(recorded: str) -> str:
+    """Returns the name of a layer by that of one of its outputs."""
+    return _NUMBER_OF_CALL.sub("", recorded[_PLACE:])
+
+
+def _recording(
+    model: keras.Model, outputs: dict[str, Any], convert: Callable[[Any], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Records what each layer of a model gives.
+
+    A layer counts as a whole with all layers in it; only models within models are entered.
+
+    Args:
+        model: any.
+        outputs: gets what layers gave, by name.
+        convert: is done to it first.
+    """
+    names = {id(layer): name for name, layer in layers_within(model)}
+
+    def record(layer: keras.layers.Layer, result: Any) -> None:
+        if id(layer) in names:
+            _collect(outputs, names[id(layer)], result, convert)
+
+    hook_layers()
+    return step_with(record=record)
+
+
+def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
+    """Returns the layers of a model and of models within it, once each, with the names by which they are recorded."""
+    found: dict[int, tuple[str, keras.layers.Layer]] = {}
+
+    def enter(part: keras.Model, prefix: str) -> None:
+        for layer in part.layers:
+            if isinstance(layer, keras.Model):
+                enter(layer, f"{prefix}{layer.name}/")
+            elif not isinstance(layer, keras.layers.InputLayer):
+                # A head may use a layer of its backbone, too.
+                found.setdefault(id(layer), (f"{prefix}{layer.name}", layer))
+
+    enter(model, "")
+    return list(found.values())
+
+
+def _collect(outputs: dict[str, Any], name: str, result: Any, convert: Callable[[Any], Any]) -> None:
+    for tensor in keras.tree.flatten(result):
+        if hasattr(tensor, "shape"):  # a layer may give numbers and objects, too
+            number = sum(layer_name(known) == name for known in outputs)
+            name_of_call = f"{name} ({number + 1})" if number else name
+            # Numbered, because what leaves a function compiled by JAX comes in the order of its names.
+            outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = convert(ops.stop_gradient(tensor))
+
+
+def _whole(tensor: Any) -> Any:
+    """Returns the tensor of the global batch, if this is a replica's shard of one."""
+    context = replica_context.current()
+    if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
+        return tensor
+    return context.gather_rows(tensor)
+
+
+def _array(tensor: Any) -> Any:
+    if "bfloat16" in str(tensor.dtype):  # NumPy has none
+        tensor = ops.cast(tensor, "float32")
+    return ops.convert_to_numpy(tensor)

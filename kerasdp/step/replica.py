@@ -1,0 +1,500 @@
+"""Holds what the step functions of all backends share."""
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kerasdp.data.sampling import ReplicaRows, Split
+from kerasdp.errors import UserError
+from kerasdp.same.replica_context import ReplicaContext, use
+from kerasdp.sharding import bytes_of
+from kerasdp.step.contract import DeviceBatch, ShardPass, Structure, Tensor
+
+if TYPE_CHECKING:
+    from kerasdp.step.global_batch import GlobalBatch
+
+
+class DeviceScalar:
+    """A number in a tensor on the device, whose value may be read later.
+
+    Several steps of one call give their losses as one tensor; taking it apart would cost a call each.
+    """
+
+    def __init__(self, values: Tensor, index: int):
+        self.values, self.index = values, index
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import keras
+
+        return np.asarray(keras.ops.convert_to_numpy(self.values)[self.index])
+
+    def __float__(self) -> float:
+        return float(self.__array__())
+
+    def is_ready(self) -> bool:
+        """Returns whether the device has computed it, which of the backends only jax tells."""
+        return getattr(self.values, "is_ready", lambda: True)()
+
+    @classmethod
+    def each(cls, values: Any, number: int) -> list[Any]:
+        """Returns all of them; Nones if there is no tensor."""
+        return [None if values is None else cls(values, index) for index in range(number)]
+
+
+def all_variables(model: Any) -> list[Any]:
+    """Returns the variables of a model, its metrics and its optimizer, once each."""
+    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+    found = *model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])
+    return list({id(variable): variable for variable in found}.values())
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Returns the optimizers of a model: that of `compile`, and those that it holds for a user-defined step."""
+    from kerasdp.checkpoint.names import names_in
+
+    of_compile = getattr(model, "optimizer", None)
+    return [*filter(None, [of_compile]), *(optimizer for _, optimizer in names_in(model).optimizers)]
+
+
+def variables_of_own_step(model: Any) -> list[Any]:
+    """Returns the variables that a user-defined step may change: those of all of its optimizers, too."""
+    slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+    return list({id(variable): variable for variable in (*all_variables(model), *slots)}.values())
+
+
+def compared_variables(model: Any, state_only: bool) -> list[Any]:
+    """Returns the variables of a model that all replicas have; `state_only`: those that are not trained."""
+    return model.non_trainable_variables if state_only else model.variables
+
+
+def held_in_words(model: Any, shard: str, num_devices: int) -> str:
+    """Says how many bytes of all variables a device holds, with `Config.shard`; nothing if it holds all."""
+    if shard == "none" or num_devices == 1:
+        return ""
+    slots = [] if model.optimizer is None else model.optimizer.variables
+    parts = num_devices if shard == "weights" else 1
+    held = bytes_of(model.weights, parts) + bytes_of(slots, num_devices)
+    return f"a device holds {held:,} of {bytes_of((*model.weights, *slots)):,} bytes of weights and optimizer"
+
+
+class TrainedWeights:
+    """Notices which weights of a model are trained: callbacks freeze layers, and so do scripts between two fits.
+
+    Keras (3.15) follows at once on torch, not before the next `compile` on TensorFlow, and fails on JAX.
+    """
+
+    def __init__(self, model: Any):
+        """Made once for each set of variables: asking the model itself, in each step, would walk through its layers."""
+        from kerasdp.keras_compat.layers import all_layers
+
+        self._model = model
+        self._parts = [*all_layers(model), *model.weights]
+        self._known: set[tuple[bool, ...]] = set()
+
+    def key(self) -> tuple[bool, ...]:
+        """Returns a key of the weights that are trained now: whether each layer and weight is trainable.
+
+        Raises:
+            UserError: if the optimizer was not built for some of them.
+        """
+        key = tuple(part.trainable for part in self._parts)
+        if key not in self._known:
+            require_known_weights(self._model)
+            self._known.add(key)
+        return key
+
+
+def require_known_weights(model: Any) -> None:
+    """Raises `UserError` if there are weights to train that the optimizer was not built for."""
+    from kerasdp.keras_compat.optimizers import weights_unknown_to
+
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not optimizer.built:
+        return
+    for weight in weights_unknown_to(optimizer, model.trainable_weights)[:1]:
+        raise UserError(
+            f"{weight.path} of {model.name} is to be trained, but was frozen or not there yet when the optimizer was "
+            "built: call model.compile again, with a new optimizer"
+        )
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """Returns the learning rate of the next step as a tensor, to be read within the step, without a wait."""
+    import keras
+
+    return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0
+
+
+class Pass(NamedTuple):
+    """What one pass of a training step computes on a replica: the batch, or a micro-batch.
+
+    Attributes:
+        batch: the replica's rows, with padding. The length of its indices is the number of real rows of all replicas.
+        replicas: the rows that each replica has of the batch, or of the micro-batch.
+        total_rows: of the global batch, in a pass of a micro-batch; None in a pass of the whole batch.
+        share: the weight of the micro-batch's loss in the loss of the global batch.
+        is_last: whether it is the last pass of the step.
+    """
+
+    batch: DeviceBatch
+    replicas: tuple[ReplicaRows, ...]
+    total_rows: int | None = None
+    share: float = 1.0
+    is_last: bool = True
+
+
+def add_gradients(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+    """Adds the gradients of a micro-batch to `sums`; None where a weight has none.
+
+    It empties `gradients`, so that each is freed as soon as it is added.
+    """
+    for place, total in enumerate(sums):
+        gradient, gradients[place] = gradients[place], None
+        sums[place] = gradient if total is None else total if gradient is None else total + gradient
+
+
+def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
+    """Lets random layers draw for a micro-batch what its rows draw in the whole batch.
+
+    `begun`: their seeds, with the values at the begin of the step.
+    """
+    for seed, value in begun:
+        seed.assign(value)
+
+
+def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
+    """Raises `UserError` for a trained weight that a forward pass assigns to, where variables are values in a scope.
+
+    There the gradient is taken by the value before the assignment. Where variables are assigned in place, the gradient
+    is taken by the new value.
+    """
+    trained = set(map(id, weights))
+    for variable in assigned:
+        if id(variable) in trained:
+            raise UserError(
+                f"a layer assigns to {variable.path}, which is trained, in its call, so that its gradient would be "
+                "another with --backend=jax, --shard and --compile=on: train with --backend=torch or tensorflow, or "
+                "assign in a callback"
+            )
+
+
+# What was recorded in a forward pass.
+Found = dict[str, Any]
+# Computes the loss of a pass that is differentiated, loss and metrics of its rows, and what was recorded.
+LossOfPass = Callable[[Pass], tuple[Tensor, "GlobalBatch", Found]]
+# Of each trained weight; None where a weight has none.
+Gradients = list[Tensor | None]
+# Gradients, averaged over the replicas, and sums.
+Received = tuple[Gradients, dict[str, Tensor]]
+
+
+class Replica(abc.ABC):
+    """What a training step needs of the replica that it runs on: see `kerasdp.step.fit_step`.
+
+    Attributes:
+        model: built.
+        module: the model, or what it is wrapped in, whose call a training step differentiates.
+    """
+
+    def __init__(self, model: Any):
+        """Made once for each compiled model."""
+        self.model = self.module = model
+
+    @abc.abstractmethod
+    def training_split(self) -> Split:
+        """Returns how a batch is split, maybe into micro-batches."""
+
+    @abc.abstractmethod
+    def rows_of(self, leaf: Tensor, rows: slice, num_rows: int) -> Tensor:
+        """Returns this replica's rows of a micro-batch.
+
+        Args:
+            leaf: rows of a batch.
+            rows: slice of the replica's rows.
+            num_rows: of the micro-batch, over all replicas.
+        """
+
+    def passes(self, batch: DeviceBatch) -> list[Pass]:
+        """Returns what a training step on this batch computes, one after the other."""
+        import keras
+
+        from kerasdp.step.global_batch import shares_of
+
+        total_rows, is_weighted = len(batch.indices), batch.sample_weight is not None
+        micro_batches = self.training_split().micro_batches(total_rows)
+        if len(micro_batches) == 1:
+            return [Pass(batch, micro_batches[0])]
+        counts = [sum(each.num_rows for each in replicas) for replicas in micro_batches]
+        shares = shares_of(self.model, counts, is_weighted=is_weighted, instead="leave out --accumulate")
+        found, first = list[Pass](), 0
+        for replicas, count, share in zip(micro_batches, counts, shares):
+            rows = slice(first, first := first + replicas[0].size)
+            inputs, targets, weights = keras.tree.map_structure(
+                lambda leaf, rows=rows, count=count: None if leaf is None else self.rows_of(leaf, rows, count),
+                tuple(batch[:3]),
+            )
+            own, is_last = DeviceBatch(inputs, targets, weights, range(count)), len(found) == len(counts) - 1
+            found.append(Pass(own, replicas, total_rows, share, is_last))
+        return found
+
+    @abc.abstractmethod
+    def context_of_pass(self, one: Pass) -> ReplicaContext | None:
+        """Returns the context of the layers in a pass of a training step; None: they have the whole batch."""
+
+    @abc.abstractmethod
+    def differentiate(self, compute: "LossOfPass", one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """Runs `compute` on a pass; returns the loss' gradients by the trained weights, and what else it gives."""
+
+    @abc.abstractmethod
+    def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
+        """Ends the all-reduce: gradients are averaged over the replicas, other tensors are summed.
+
+        Returns:
+            A function that returns both. It sends nothing, and may be called again.
+        """
+
+    @abc.abstractmethod
+    def update(self, update: Callable[[], None]) -> None:
+        """Runs what assigns a step's new values to the variables of this replica."""
+
+    def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
+        """Returns the pass with inputs that depend on these gradients, so that it runs after them."""
+        return one
+
+    def whole_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the whole gradients. Where a replica has parts of them, it gathers the parts of all."""
+        return gradients
+
+    def add_up_passes(
+        self, compute: "LossOfPass", passes: list[Pass]
+    ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
+        """Differentiates each pass of a step, one after the other; see `differentiate`. What adds up is added."""
+        from keras import ops
+
+        from kerasdp.keras_compat.layers import seed_variables
+        from kerasdp.step.global_batch import added
+
+        if len(passes) == 1:
+            return self.differentiate(compute, passes[0])
+        seeds = [(seed, ops.copy(seed.value)) for seed in seed_variables(self.model)]
+        gradients: list[Tensor | None] = [None for _ in self.model.trainable_weights]
+        sums = None
+        for one in passes:
+            restart_seeds(seeds)
+            own, share, found = self.differentiate(compute, self.wait_for(gradients, one))
+            add_gradients(gradients, own)
+            sums = share.sums = added(sums, share.sums)
+        return gradients, share, found
+
+    def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
+        """Returns the loss that is differentiated: of the replica's rows, times the scale of a LossScaleOptimizer."""
+        divisor = self.loss_divisor()
+        return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
+
+    def loss_divisor(self) -> int:
+        """Returns by what a replica divides its loss before it is differentiated."""
+        return 1
+
+    @abc.abstractmethod
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor over the replicas."""
+
+    def forward(self, module: Any, inputs: Any, training: bool) -> Any:
+        """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
+        return module(inputs, **{"training": training} if "training" in self.model.call_signature_parameters else {})
+
+    def global_batch(
+        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool,
+        total_rows: int | None = None, share: float = 1.0,
+    ) -> "GlobalBatch":  # fmt: skip
+        """Computes the loss, from the outputs of the replica's rows; `total_rows`, `share`: see `Pass`."""
+        from kerasdp.step.global_batch import Data, GlobalBatch
+
+        inputs, targets, sample_weight, indices = batch
+        return GlobalBatch(
+            self.model,
+            context,
+            Data(inputs, targets, outputs, sample_weight),
+            len(indices),
+            training=training,
+            add_up=self.add_up,
+            total_rows=total_rows,
+            share=share,
+        )
+
+    def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
+        """Computes the loss of a pass of a training step, from the outputs of the replica's rows."""
+        return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)
+
+
+class ShardSteps(Replica):
+    """Runs the steps of one model on one replica's rows of a batch, with padding; sums go over all replicas.
+
+    Attributes:
+        strategy: of the run.
+        own: the names of its steps that are user-defined.
+    """
+
+    def __init__(self, strategy: Any, model: Any):
+        """Made once for each compiled model."""
+        from kerasdp.keras_compat.models import own_steps
+
+        super().__init__(model)
+        self.strategy, self.own = strategy, own_steps(model)
+
+    @abc.abstractmethod
+    def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums tensors over the replicas, in one message for each type at most."""
+
+    @abc.abstractmethod
+    def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
+        """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
+
+    def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
+        """Builds an optimizer from within the replica, once for all of this process."""
+        optimizer.build(variables)
+
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """Returns the number of the replica."""
+
+    @abc.abstractmethod
+    def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
+        """See `gather` of `ReplicaContext`."""
+
+    @abc.abstractmethod
+    def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
+        """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
+
+        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of the loss
+        of the global batch, whatever that loss is.
+        """
+
+    def gather(self, outputs: Structure, num_rows: int) -> Structure:
+        """Gathers the rows of all replicas; axis 0 may hold several entries for each of the `num_rows` of the batch."""
+        import keras
+
+        if self.strategy.num_replicas == 1:
+            return outputs
+        replicas, rank = self.strategy.split.replicas(num_rows), self.rank()
+        return keras.tree.map_structure(lambda rows: self.gather_shards(rows, replicas[rank], replicas), outputs)
+
+    @abc.abstractmethod
+    def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the largest of each number over the replicas; None stays None."""
+
+    def next_values(self, gradients: list[Tensor | None], variables: list[Any]) -> list[Tensor | None]:
+        """Returns those of a replica's gradients that are next values, for all replicas; None for the others."""
+        from kerasdp.keras_compat.layers import is_next_value
+
+        return self.largest([each if is_next_value(variable) else None for each, variable in zip(gradients, variables)])
+
+    def with_next_values(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradients of the global batch's loss, from their means and from next values."""
+        divisor = self.loss_divisor()
+        if divisor == 1:
+            return means
+        means = [None if mean is None else mean * divisor for mean in means]
+        return [mean if value is None else value for mean, value in zip(means, next_values)]
+
+    def loss_divisor(self) -> int:
+        """See `Replica`.
+
+        The loss of a replica's rows is multiplied by the number of replicas, since gradients are averaged. Float8 keeps
+        how large gradients are: there the loss is divided by that number, and `with_next_values` multiplies the means.
+        """
+        from kerasdp.keras_compat.layers import is_next_value
+
+        return self.strategy.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
+
+    def training_split(self) -> Split:
+        """See `Replica`."""
+        return self.strategy.split
+
+    def rows_of(self, leaf: Tensor, rows: slice, num_rows: int) -> Tensor:
+        """See `Replica`."""
+        return leaf[rows]
+
+    def context(
+        self, batch: DeviceBatch, step: str = "call", replicas: tuple[ReplicaRows, ...] = (),
+        total_rows: int | None = None,
+    ) -> ReplicaContext | None:  # fmt: skip
+        """Returns the context of a step on this batch, with several replicas; of a micro-batch in any case.
+
+        Args:
+            batch: the replica's rows.
+            step: see `row_axes_of`.
+            replicas: see `Pass`; so is `total_rows`.
+        """
+        from kerasdp.step.row_search import context_of
+
+        if self.strategy.num_replicas == 1 and total_rows is None:
+            return None
+        num_rows = len(batch.indices)
+        return context_of(
+            self.model,
+            step,
+            self.rank(),
+            replicas or self.strategy.split.replicas(num_rows),
+            gather=self.gather_statistics,
+            gather_rows=lambda rows: self.gather(rows, num_rows),
+            total_rows=total_rows,
+        )
+
+    def context_of_pass(self, one: Pass) -> ReplicaContext | None:
+        """Returns the context of a pass of a training step."""
+        return self.context(one.batch, "call", one.replicas, one.total_rows)
+
+    def test(self, batch: DeviceBatch) -> dict[str, Any]:
+        """Evaluates the global batch; returns Keras' logs."""
+        if "test_step" in self.own:
+            return self.own_step("test_step", batch)[0]
+        with use(self.context(batch)) as context:
+            outputs = self.forward(self.model, batch.inputs, training=False)
+        whole = self.global_batch(batch, outputs, context, training=False)
+        whole.share_metrics()
+        return whole.update_metrics(whole.take(self.sums(whole.sums.shared)))
+
+    def predict(self, batch: DeviceBatch) -> Any:
+        """Computes the outputs of the global batch."""
+        from kerasdp.keras_compat.models import as_keras_gives
+
+        if "predict_step" in self.own:
+            with use(self.context(batch, "predict_step")):
+                outputs = self.model.predict_step(as_keras_gives((batch.inputs, None, None)))
+            return self.gather(outputs, len(batch.indices))
+        with use(self.context(batch)) as context:
+            outputs = self.forward(self.model, batch.inputs, training=False)
+            return outputs if context is None else context.whole_outputs(outputs)
+
+    def shard_of(self, batch: DeviceBatch) -> DeviceBatch:
+        """Returns the replica's rows of what `shard_batch` gives."""
+        return batch
+
+    def try_own_step(self, batch: DeviceBatch) -> list[tuple[str, Any]]:
+        """Runs the model's own `train_step` on its rows of what `shard_batch` gives, without an update.
+
+        Returns:
+            What it found: see `kerasdp.step.custom_steps.Share`.
+        """
+        return self.own_step("train_step", self.shard_of(batch), is_trial=True)[1]
+
+    def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> ShardPass:
+        """Runs a forward pass of training on its rows of what `shard_batch` gives; no variable changes."""
+        import keras
+
+        from kerasdp.step.observer import shard_outputs
+        from kerasdp.step.row_search import fixed_values
+
+        batch, own = self.shard_of(batch), self.strategy.split.replicas(len(batch.indices))[self.rank()]
+        with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
+            with use(self.context(batch)) as context, shard_outputs(self.model) as layers:
+                outputs = self.forward(self.model, batch.inputs, training=True)
+            if not with_loss:
+                return ShardPass(layers, keras.tree.flatten(outputs), keras.ops.zeros(()), *own)
+            whole = self.global_batch(batch, outputs, context, training=True)
+            loss = whole.take(self.sums(whole.sums.shared))
+        outputs = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
+        return ShardPass(layers, outputs, loss, *own)
