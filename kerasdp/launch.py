@@ -34,9 +34,10 @@ from kerasdp.processes.ranks import Cluster, ending_alike, find_ranks
 from kerasdp.processes.sending import SentFunction, SentResult, name_of, tf_data_of
 from kerasdp.processes.workers import supervise
 
-# The module and the class of each engine, by backend and `--strategy`. On torch `--shard` has another engine.
+# The module and the class of each engine, by backend and `--strategy`; `--shard` has an engine of its own.
 _ENGINES = {(name, "data"): (f"kerasdp.backends.{name}.data_parallel", "DataParallel") for name in BACKENDS} | {
     ("torch", "shard"): ("kerasdp.scale.torch_shards", "ShardedDataParallel"),
+    ("jax", "shard"): ("kerasdp.scale.jax_shards", "ShardedDataParallel"),
     ("torch", "pipeline"): ("kerasdp.scale.torch_pipeline", "PipelineParallel"),
     ("jax", "tensor"): ("kerasdp.scale.jax_tensor", "TensorParallel"),
 }
@@ -303,8 +304,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     told = _device_errors_told()
     with signals.noticed(), told:
         with signals.delayed():
-            has_own = settings.shard != "none" and (settings.backend, "shard") in _ENGINES
-            place, kind = _ENGINES[str(settings.backend), "shard" if has_own else settings.strategy]
+            place, kind = _ENGINES[str(settings.backend), settings.strategy if settings.shard == "none" else "shard"]
             engine = getattr(importlib.import_module(place), kind)
         strategy = engine(devices, settings)
         with signals.delayed():  # only now may Keras be imported

@@ -57,6 +57,7 @@ class RunState:
     It lives as long as a `Runner`, whose step functions are kept from one `fit` to the next; `begin_fit` resets it.
 
     Attributes:
+        description: of the step functions that run: how the devices share the model.
         observer: records the steps from when it is set, if there is one.
         evaluated: by the running call of `fit`, `evaluate` or `predict`; None: nothing.
         step: updates made.
@@ -74,6 +75,7 @@ class RunState:
     """
 
     def __init__(self) -> None:
+        self.description = ""
         self.observer: StepObserver | None = None
         self.evaluated: Evaluated | None = None
         self._listeners: list[StepListener] = []

@@ -191,15 +191,14 @@ class Feed:
         reader: Reader,
         shard_batch: Callable[[Batch], Any],
         run_state: RunState | None = None,
-        begin_thread: Callable[[], None] = lambda: None,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
 
-        `shard_batch` brings a batch to this process's devices; it is called in the reading threads, each of which
-        calls `begin_thread` before it reads; each batch is read in a context that `reading` gives.
+        `shard_batch` brings a batch to this process's devices; it is called in the reading threads. Each batch is read
+        in a context that `reading` gives.
         """
-        self.reader, self.shard_batch, self._begin_thread, self._reading = reader, shard_batch, begin_thread, reading
+        self.reader, self.shard_batch, self._reading = reader, shard_batch, reading
         self.num_batches = reader.num_batches
         self.run_state = RunState() if run_state is None else run_state
         self._running: Generator[Any, None, None] | None = None
@@ -219,7 +218,7 @@ class Feed:
 
     def _batches(self) -> Generator[Any, None, None]:
         start = self.run_state.num_skipped
-        threads, number = _Threads(self.reader.num_threads, self._begin_thread), start
+        threads, number = _Threads(self.reader.num_threads), start
         ahead: collections.deque[Future[Any]] = collections.deque()
         try:
             reads = enumerate(self.reader.epoch(self.run_state.epoch, start), start)
@@ -259,9 +258,8 @@ class _Threads:
     The threads of `concurrent.futures` and their work are awaited at a program's end (Python 3.11 to 3.14).
     """
 
-    def __init__(self, count: int, begin: Callable[[], None]):
+    def __init__(self, count: int):
         self._tasks: SimpleQueue[Any] = SimpleQueue()
-        self._begin = begin
         self._threads = [Thread(target=self._work, daemon=True, name="reading") for _ in range(count)]
         for thread in self._threads:
             thread.start()
@@ -283,15 +281,11 @@ class _Threads:
             thread.join()
 
     def _work(self) -> None:
-        is_begun = False
         while (task := self._tasks.get()) is not None:
             future, function, args = task
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                if not is_begun:
-                    self._begin()
-                is_begun = True
                 future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)

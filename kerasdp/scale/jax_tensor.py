@@ -5,14 +5,16 @@ collectives (GSPMD: Xu et al. 2021, arXiv:2105.04663). So the loss and the metri
 device, whatever they are.
 """
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from kerasdp.backends.jax.data_parallel import DataParallel
+from kerasdp.backends.jax.train_step import Layout
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import RunState
+from kerasdp.scale.jax_shards import ShardedDataParallel
 from kerasdp.step.contract import StepFunctions
 from kerasdp.step.replica import all_variables
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _CUT = ("kernel", "embeddings", "bias", "gamma", "beta", "moving_mean", "moving_variance")
 
 
-class TensorParallel(DataParallel):
+class TensorParallel(ShardedDataParallel):
     """One model on all devices: one program, as with `DataParallel`, whose variables and batches lie otherwise."""
 
     def __init__(self, devices: Devices, config: Config):
@@ -54,14 +56,9 @@ class TensorParallel(DataParallel):
         mesh = keras.distribution.DeviceMesh((1, len(names)), ("batch", "model"), names)
         return LastAxes(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch", auto_shard_dataset=False)
 
-    def description(self, model: "keras.Model") -> str:
-        """Says how many weights are sharded, and how many bytes of all variables a device holds."""
-        values = [variable.value for variable in all_variables(model)]
-        held = sum(value.addressable_shards[0].data.nbytes for value in values)
-        return (
-            f"{len(_cut_weights(model))} of {len(model.weights)} weights are cut in {self.num_devices}: a device holds "
-            f"{held:,} of {sum(value.nbytes for value in values):,} bytes of weights, optimizer and metrics"
-        )
+    def layout(self) -> Layout:
+        """See `DataParallel`. Variables stay as Keras distributes them."""
+        return Layout(self.replicated)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes jitted train, test and predict functions, split by XLA as the variables are.
@@ -69,12 +66,19 @@ class TensorParallel(DataParallel):
         Raises:
             UserError: if no weight can be cut, so that each device would do all of the work.
         """
-        if self.num_devices > 1 and not _cut_weights(model):
+        num_devices, cut = len(self.devices), _cut_weights(model)
+        if num_devices > 1 and not cut:
             raise UserError(
-                f"--strategy=tensor: expected kernels whose last axes divide by the {self.num_devices} devices; "
+                f"--strategy=tensor: expected kernels whose last axes divide by the {num_devices} devices; "
                 f"{model.name} has none, so each device would do all of the work: use fewer --gpus, or --strategy=data"
             )
-        return super().step_functions(model, run_state)
+        values = [variable.value for variable in all_variables(model)]
+        held = sum(value.addressable_shards[0].data.nbytes for value in values)
+        description = (
+            f"{len(cut)} of {len(model.weights)} weights are cut in {num_devices}: a device holds {held:,} of "
+            f"{sum(value.nbytes for value in values):,} bytes of weights, optimizer and metrics"
+        )
+        return dataclasses.replace(super().step_functions(model, run_state), description=description)
 
 
 def _cut_weights(model: "keras.Model") -> "list[keras.Variable]":

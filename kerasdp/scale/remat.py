@@ -47,7 +47,7 @@ def call_for_remat(call: Call, layer: keras.layers.Layer, *args: Any, **kwargs: 
     is_symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
     if step.adding is not None or step.record is not None or is_trial or is_symbolic:
         return call(*args, **kwargs)
-    backend: Any = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradients")
+    backend: Any = importlib.import_module(f"kerasdp.scale.{keras.backend.backend()}_remat")
     return backend.rematerialized(Block(call, layer, args, kwargs))
 
 

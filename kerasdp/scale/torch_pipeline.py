@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 
-from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback, put_batch
+from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.errors import UserError
@@ -55,7 +55,7 @@ class PipelineParallel(TorchStrategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""
-        device_batch = put_batch(batch, self.device)
+        device_batch = self.put_batch(batch)
         return device_batch if dist.get_rank() == 0 else device_batch._replace(inputs=None)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
@@ -82,7 +82,10 @@ class PipelineParallel(TorchStrategy):
             return evaluate
 
         return StepFunctions(
-            train=train, test=evaluating(pipeline.test_step), predict=evaluating(pipeline.predict_step)
+            train=train,
+            test=evaluating(pipeline.test_step),
+            predict=evaluating(pipeline.predict_step),
+            description=str(pipeline.plan),
         )
 
     def _pipeline_of(self, model: Any) -> "Pipeline":
@@ -108,10 +111,6 @@ class PipelineParallel(TorchStrategy):
     def gather_variables(self, model: Any) -> None:
         """See `Strategy`."""
         self._pipeline_of(model).gather_variables()
-
-    def description(self, model: Any) -> str:
-        """Returns the stages, and the size of a micro-batch."""
-        return str(self._pipeline_of(model).plan)
 
 
 class Pipeline:

@@ -1,6 +1,7 @@
 """PyTorch: weights and variables of the optimizer of which each rank holds a part, and no rank the whole."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +22,9 @@ from kerasdp.backends.torch.private import (
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import Devices
-from kerasdp.run_state import ModelCache
+from kerasdp.run_state import ModelCache, RunState
 from kerasdp.sharding import cut_axis, part_of, part_shape
+from kerasdp.step.contract import StepFunctions
 from kerasdp.step.replica import compared_variables, held_in_words
 
 # Bytes of several weights that travel in one message; what is larger travels alone.
@@ -272,10 +274,10 @@ class ShardedDataParallel(DataParallel):
         cut = parts.axes if parts is not None and parts.is_cut and parts.holds_weights else ()
         return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
 
-    def description(self, model: Any) -> str:
-        """See `Strategy`; also how much of the model a process holds."""
-        held = held_in_words(model, self.config.shard, self.num_replicas)
-        return "\n".join(filter(None, [super().description(model), held]))
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
+        """See `Strategy`."""
+        functions = super().step_functions(model, run_state)
+        return dataclasses.replace(functions, description=held_in_words(model, self.config.shard, self.num_replicas))
 
 
 class _Saved(NamedTuple):

@@ -90,13 +90,13 @@ def check_first_step(
     if "train_step" in own_steps(model):
         _check_own_step(model, strategy, reader)
         return
-    name, text, num_rows = _first_of_all(model, strategy, reader, with_loss)
-    operation = _mixing_operation(model, strategy, reader, with_loss) if text else ""
+    name, text, num_rows = _first_of_all(model, config, strategy, reader, with_loss)
+    operation = _mixing_operation(model, config, strategy, reader, with_loss) if text else ""
     while text and not config.has_micro_batches and _calls_with_all_rows(model, name, reader, strategy):
-        mixing, by, (name, text, num_rows) = name, operation, _first_of_all(model, strategy, reader, with_loss)
+        mixing, by, (name, text, num_rows) = name, operation, _first_of_all(model, config, strategy, reader, with_loss)
         if name == mixing:
             break
-        operation = _mixing_operation(model, strategy, reader, with_loss) if text else ""
+        operation = _mixing_operation(model, config, strategy, reader, with_loss) if text else ""
         if strategy.processes.rank == 0:
             report.warn(
                 f"{mixing} of {model.name} mixes the samples of a batch{by}: each device computes it for the whole "
@@ -114,13 +114,15 @@ def check_first_step(
     row_axes_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 
 
-def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
+def _first_of_all(
+    model: keras.Model, config: Config, strategy: Strategy, reader: Reader, with_loss: bool
+) -> tuple[str, str, int]:
     """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
     again = noisy = None
-    if strategy.config.has_micro_batches:
+    if config.has_micro_batches:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
         differs = strategy.processes.any_rank(any(_first_difference(whole, shard)[2] for shard in shards))
-    if strategy.splits_batches and not (strategy.config.has_micro_batches and differs):
+    if strategy.splits_batches and not (config.has_micro_batches and differs):
         num_rows = 4 * strategy.num_replicas - 1
         data = reader.sample(num_rows)
         with _statistics_of_whole_batch(model), explaining_trial(model.name, num_rows):
@@ -141,14 +143,14 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
     return name, text, whole.rows
 
 
-def _mixing_operation(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> str:
+def _mixing_operation(model: keras.Model, config: Config, strategy: Strategy, reader: Reader, with_loss: bool) -> str:
     """Returns which operation of Keras is the first to give something else for a shard of rows, in words.
 
     The same on all ranks; empty where none is to blame: with micro-batches, or where code calls none; and of large
     models, of which all weights would be copied.
     """
     found = ""
-    if not strategy.config.has_micro_batches and model.count_params() < _MOST_WEIGHTS:
+    if not config.has_micro_batches and model.count_params() < _MOST_WEIGHTS:
         calls = _mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
         found = next((f", in {call}" for call in calls), "")
     return next(filter(None, strategy.processes.all_gather_object(found)), "")

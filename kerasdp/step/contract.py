@@ -75,12 +75,14 @@ class StepFunctions:
         predict: returns the outputs of the global batch.
         train_several: trains on several batches of one shape in one program, and gives the logs of the last. None: the
             steps of a call run one after the other.
+        description: a line that says how the devices share the model; may be empty.
     """
 
     train: Callable[[DeviceBatch, "Detail"], Trained]
     test: Callable[[DeviceBatch], dict[str, Any]]
     predict: Callable[[DeviceBatch], Structure]
     train_several: Callable[[list[DeviceBatch]], Trained] | None = None
+    description: str = ""
 
 
 class ShardPass(NamedTuple):
@@ -133,7 +135,6 @@ class Strategy(Protocol):
     Attributes:
         config: of the run.
         processes: exchanges values between the processes of the run.
-        num_devices: over all processes.
         num_replicas: of the model, over all processes.
         shard: of the inputs that this process reads: its number, and of how many.
         splits_batches: whether layers are run on a shard of the batch alone; else one program on all of it.
@@ -141,7 +142,6 @@ class Strategy(Protocol):
 
     config: Config
     processes: Processes
-    num_devices: int
     num_replicas: int
     shard: tuple[int, int]
     splits_batches: bool
@@ -158,10 +158,6 @@ class Strategy(Protocol):
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings a batch to the devices of this process. Called in a reading thread."""
 
-    def begin_reading_thread(self) -> None:
-        """Prepares a thread that is to read batches, and to call `shard_batch`, before it does."""
-        return
-
     def running(self, model: "keras.Model") -> AbstractContextManager[None]:
         """Returns the context around `fit`, `evaluate` and `predict`."""
         return nullcontext()
@@ -172,18 +168,16 @@ class Strategy(Protocol):
         `run_state` says how many steps there will be.
         """
 
-    def each_replica(self, function: Callable[[], T]) -> list[T]:
+    def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
         """Calls a function in each replica of this process, and returns the results in the order of the replicas.
 
-        jax traces the function: called eagerly, each operation would be compiled by itself.
-        """
-        return [function()]
-
-    def trace(self, function: Callable[[], None]) -> None:
-        """Calls a function in each replica of this process, on tensors without numbers, as what compiles a step does.
+        Args:
+            function: of nothing.
+            is_traced: whether it computes with tensors that have no numbers, as what compiles a step does. jax always
+                traces: called eagerly, each operation would be compiled by itself.
 
         Raises:
-            Exception: of the framework's, where the function asks for a number.
+            Exception: of the framework's, where a function that is traced asks for a number.
         """
 
     def shard_steps(self, model: "keras.Model") -> Any:
@@ -191,10 +185,6 @@ class Strategy(Protocol):
 
         For strategies that split batches.
         """
-
-    def variables_outside_scope(self, model: "keras.Model") -> list[str]:
-        """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
-        return []
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas.
@@ -220,11 +210,6 @@ class Strategy(Protocol):
         """
         self.gather_variables(model)
         return [] if take is None else [take(variable) for variable in variables]
-
-    def description(self, model: "keras.Model") -> str:
-        """Returns what there is to say of how the work is shared; may be empty."""
-        rows = self.split.micro_batch_rows
-        return "" if rows is None else f"gradients are summed over micro-batches of {rows} samples"
 
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes that a device of this process (on the CPU: the process) has used."""

@@ -77,7 +77,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
         shown = [Progress(state, bar=verbose == 1)] if is_chief and verbose else []
         stateful = [*callbacks, keras.callbacks.History()]
-        self.checkpointer = self._make_checkpointer(config, stateful, identity, checkpoints) if checkpoints else None
+        self.checkpointer = (
+            self._make_checkpointer(config, facts, stateful, identity, checkpoints) if checkpoints else None
+        )
         super().__init__(
             [self.recorder, *shown, *stateful],
             add_history=True,
@@ -93,6 +95,12 @@ class RunCallbacks(keras.callbacks.CallbackList):
         read = self._strategy.read if config.shard != "none" else None
         return training_state.identity(config, model, self._reader, rows, read)
 
+    def _describe(self) -> str:
+        """Says how the devices share model and batch; empty if there is nothing to say."""
+        rows = self._strategy.split.micro_batch_rows
+        passes = "" if rows is None else f"gradients are summed over micro-batches of {rows} samples"
+        return "\n".join(filter(None, [self.state.description, passes]))
+
     def _make_recorder(self, facts: report.Facts, folder: str | None, verbose: bool) -> Recorder:
         strategy = self._strategy
         return Recorder(
@@ -101,12 +109,17 @@ class RunCallbacks(keras.callbacks.CallbackList):
             folder=folder,
             saved=self.resumed.state if self.resumed else None,
             verbose=verbose,
-            describe=lambda: strategy.description(self._trained),
+            describe=self._describe,
             peak_memory_bytes=strategy.peak_memory_bytes if strategy.processes.rank == 0 else None,
         )
 
     def _make_checkpointer(
-        self, config: Config, stateful: list[keras.callbacks.Callback], identity: dict[str, Any], folder: str
+        self,
+        config: Config,
+        facts: report.Facts,
+        stateful: list[keras.callbacks.Callback],
+        identity: dict[str, Any],
+        folder: str,
     ) -> Checkpointer:
         return Checkpointer(
             config=config,
@@ -115,7 +128,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             model=self._trained,
             stateful=stateful,
             processes=self._strategy.processes,
-            num_devices=self._strategy.num_devices,
+            num_devices=facts.num_devices,
             read=self._strategy.read,
             data_state=self._reader.saved_state,
             identity=identity,

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras.callbacks import CallbackList
 
+from kerasdp.config import Config
 from kerasdp.data.batch import Feed
 from kerasdp.errors import ReplicasDifferError, UserError
 from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch, set_training_mode
@@ -215,7 +216,7 @@ def is_due(epoch: int, validation_freq: int | list[int]) -> bool:
 
 def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only: bool = False) -> None:
     """Raises `ReplicasDifferError` unless all replicas hold bit-equal values; `state_only`: of what is not trained."""
-    different = strategy.diverged_variables(model, state_only) if strategy.num_devices > 1 else []
+    different = strategy.diverged_variables(model, state_only)
     if different:
         raise ReplicasDifferError(
             f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
@@ -227,9 +228,11 @@ def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only
 class ModelSteps:
     """The step functions of the models of a run, made once for each compiled model."""
 
-    def __init__(self, strategy: Strategy, state: RunState):
+    def __init__(self, config: Config, strategy: Strategy, state: RunState):
         """`strategy` makes the functions, which tell `state` of each training step; their calls are marked."""
         self._strategy, self._state = strategy, state
+        # Whether each process has all weights, and none on another one, or in parts.
+        self._has_weights = config.strategy == "data" and config.shard != "weights"
         # Calls of the runner's `fit`, `evaluate` and `predict` that have not returned.
         self.num_running = 0
         self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
@@ -241,6 +244,7 @@ class ModelSteps:
         `evaluated`: what `test` or `predict` get; None: nothing.
         """
         functions = self._functions_of(model)
+        self._state.description = functions.description
         self.num_running += 1
         evaluated, self._state.evaluated = self._state.evaluated, evaluated
         try:
@@ -258,29 +262,29 @@ class ModelSteps:
         known = self._functions.get(model)
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
             functions = self._strategy.step_functions(model, self._state)
-            functions = _warning_of_unchanged_weights(model, self._strategy, functions)
+            if self._has_weights and self._strategy.processes.rank == 0:
+                functions = _warning_of_unchanged_weights(model, functions)
             known = made_for, self._marked(functions)
             self._functions.put(model, known)
         return known[1]
 
     def _marked(self, functions: StepFunctions) -> StepFunctions:
         mark = watchdog.current.step_function
-        return StepFunctions(**{name: function and mark(function) for name, function in vars(functions).items()})
+        marked: dict[str, Any] = {name: mark(each) for name, each in vars(functions).items() if callable(each)}
+        return dataclasses.replace(functions, **marked)
 
 
 # Steps in which a weight is to change, and weights of which one is looked at after the first step: the smallest.
 _FEW_STEPS, _FEW_WEIGHTS = 4, 8
 
 
-def _warning_of_unchanged_weights(model: keras.Model, strategy: Strategy, functions: StepFunctions) -> StepFunctions:
+def _warning_of_unchanged_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
     """Says in a line, once, that the first steps have changed no weight; a step without an optimizer is to change none.
 
     All weights are read only where the first step has changed none of a few. Weights that are not trained count, as the
     statistics of batch norm, and the scale of a loss that was too large. Seeds do not.
     """
-    # A weight may be on another process as a whole, or in parts.
-    is_elsewhere = strategy.config.strategy != "data" or strategy.config.shard == "weights"
-    if strategy.processes.rank != 0 or is_elsewhere or not optimizers_of(model):
+    if not optimizers_of(model):
         return functions
     look = _looks_at_weights(model)
 

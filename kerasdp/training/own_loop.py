@@ -35,7 +35,7 @@ from kerasdp.step.row_search import NUM_ROWS, explaining_trial
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.loop import ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import described
-from kerasdp.training.prepare import MadeBefore, find_rows, require_within_scope
+from kerasdp.training.prepare import MadeBefore, find_rows
 from kerasdp.training.readers import first_of
 
 # How what a step returns is joined over the devices.
@@ -254,8 +254,9 @@ class Step:
             )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._scope():
+            traced = functools.partial(strategy.each_replica, is_traced=True)
             with explaining_trial(f"the step {self.__name__}", NUM_ROWS, is_split=False), self._explaining():
-                parts = find_parts(lambda data: _call(self._function, data), sample, strategy.trace, STEP)
+                parts = find_parts(lambda data: _call(self._function, data), sample, traced, STEP)
             for optimizer, weights in parts.optimizers:
                 if not optimizer.built:
                     optimizer.build(weights)
@@ -264,7 +265,6 @@ class Step:
             for transform in runner.transforms:
                 transform(model)
         runner.made_before.refuse(model)
-        require_within_scope(model, strategy)
         with runner.model_steps.running(model):
             # Trials leave metrics as at the begin of an epoch; these may hold what a loop, or one before it, has seen.
             kept = [(variable, keras.ops.convert_to_numpy(variable).copy()) for variable in model.metrics_variables]

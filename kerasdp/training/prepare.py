@@ -93,7 +93,6 @@ def prepare(
     if step == "train_step":
         _refuse_to_train(model, config)
     require_known_weights(model)
-    require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device
         portable(model, config.batch_norm)
     if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
@@ -126,15 +125,6 @@ def _refuse_to_train(model: keras.Model, config: Config) -> None:
                 "at once; leave it out"
             )
     _refuse_lost_statistics(model, config)
-
-
-def require_within_scope(model: keras.Model, strategy: Strategy) -> None:
-    """Raises `UserError` for a variable that is on one device only."""
-    for path in strategy.variables_outside_scope(model)[:1]:
-        raise UserError(
-            f"{path} of {model.name} was made outside of runner.scope(), so it is on one device only: make all "
-            "layers, the optimizer and the metrics within it"
-        )
 
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
@@ -228,7 +218,8 @@ def _refuse_state_of_losses(
     compiled = made_by_compile(model)
     if _keeps_nothing.get(model) == compiled or all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
         return
-    if config.backend != "jax" and strategy.num_devices == 1 and not config.keeps_checkpoints:
+    is_alone = strategy.num_replicas == strategy.processes.num_processes == 1
+    if config.backend != "jax" and is_alone and not config.keeps_checkpoints:
         return
     outputs = row_axes_of(model).outputs
     outputs = model.compute_output_spec(inputs) if outputs is None else outputs

@@ -135,7 +135,7 @@ def _drawing() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
     """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
-    feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread, _drawing)
+    feed = Feed(reader, strategy.shard_batch, state, _drawing)
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
 

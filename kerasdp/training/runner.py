@@ -72,7 +72,7 @@ class Runner:
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
         self.num_fits = self.num_model_calls = 0
-        self.model_steps = ModelSteps(strategy, self.state)
+        self.model_steps = ModelSteps(config, strategy, self.state)
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
         self.loop: OwnLoop | None = None
@@ -234,7 +234,7 @@ class Runner:
             config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
             devices=str(self.devices),
             device_kind=self.devices.kind,
-            num_devices=self.strategy.num_devices,
+            num_devices=self.devices.count,
             num_replicas=self.config.num_replicas(self.devices.count),
             num_processes=self.strategy.processes.num_processes,
             model=model.name,

@@ -4,6 +4,7 @@ On a CUDA device that is none: its memory and its kernels are the CPU's (`cuda_o
 """
 
 import json
+import threading
 import types
 
 import numpy as np
@@ -100,14 +101,22 @@ def test_no_step_in_micro_batches_waits():
 def test_reading_threads_have_the_gpu_of_their_rank(monkeypatch):
     """A new thread's is the first one of the host."""
     torch = pytest.importorskip("torch")
-    from kerasdp.backends.torch.devices import TorchStrategy
+    from kerasdp.backends.torch import devices
 
     chosen = []
+    monkeypatch.setattr(devices, "put_batch", lambda batch, device: batch)
     for name in ("set_device", "Stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda given, name=name: chosen.append((name, given)))
-    for device in (torch.device("cpu"), torch.device("cuda", 3)):
-        TorchStrategy.begin_reading_thread(types.SimpleNamespace(device=device))
     gpu = torch.device("cuda", 3)
+    for device in (torch.device("cpu"), gpu):
+        own = types.SimpleNamespace(device=device, is_gpu=device == gpu, _threads=threading.local())
+        own._threads.is_ready = True  # in the thread that trains
+        devices.TorchStrategy.put_batch(own, None)
+        reading = threading.Thread(
+            target=lambda own=own: [devices.TorchStrategy.put_batch(own, None) for _ in range(2)]
+        )
+        reading.start()
+        reading.join()
     assert chosen == [("set_device", gpu), ("Stream", gpu), ("set_stream", None)]
 
 

@@ -113,7 +113,7 @@ def outcome(runner, case, epochs):
         "diverged": runner.strategy.diverged_variables(model),
         "held": held,
         "total": [sum(keras.ops.convert_to_numpy(one).nbytes for one in group) for group in groups],
-        "description": runner.strategy.description(model),
+        "description": runner.state.description,
         **others,
     }
 

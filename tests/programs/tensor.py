@@ -64,7 +64,7 @@ def learn_one(runner, model, everything):
         numbers["evaluate"] = runner.evaluate(model, X, Y, return_dict=True)
         numbers["predictions"] = runner.predict(model, X, batch_size=3).tolist()  # fewer than devices
     numbers["weights"] = [weight.tolist() for weight in model.get_weights()]
-    return {"numbers": numbers, "places": places(model), "description": runner.strategy.description(model)}
+    return {"numbers": numbers, "places": places(model), "description": runner.state.description}
 
 
 def places(model):

@@ -179,15 +179,11 @@ class JaxStrategy(Strategy):
             for layer, choice in zip(layers, chosen, strict=True):
                 layer.use_cudnn = choice
 
-    def each_replica(self, function: Callable[[], T]) -> list[T]:
-        """See `Strategy`. The function is traced: called eagerly, it would take a minute on a GPU."""
+    def each_replica(self, function: Callable[[], T], is_traced: bool = True) -> list[T]:
+        """See `Strategy`. Called eagerly, the function would take a minute on a GPU."""
         found: list[T] = []
-        self.trace(lambda: found.append(function()))
+        jax.eval_shape(lambda: found.append(function()))
         return found
-
-    def trace(self, function: Callable[[], None]) -> None:
-        """See `Strategy`."""
-        jax.eval_shape(function)
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
@@ -196,6 +192,8 @@ class JaxStrategy(Strategy):
             shards = variable.value.addressable_shards
             return {(str(shard.index), hashlib.sha256(np.asarray(shard.data).tobytes()).digest()) for shard in shards}
 
+        if len(self.devices) == 1:
+            return []
         variables = compared_variables(model, state_only)
         own = [values_of(variable) for variable in variables]
         joined = [set().union(*values) for values in zip(*self.processes.all_gather_object(own), strict=True)]

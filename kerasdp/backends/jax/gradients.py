@@ -1,4 +1,4 @@
-"""JAX: gradients of steps that people write, and layers that are computed once more in the backward pass.
+"""JAX: gradients of steps that people write.
 
 Loaded by the backend's name.
 """
@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from kerasdp.keras_compat.patches import current_step
 
 
 def differentiate(
@@ -48,38 +46,3 @@ def _reached(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
             is_reached = _reached(equation.params["jaxpr"], wanted)
         needed |= {id(variable) for variable, reached in zip(equation.invars, is_reached, strict=True) if reached}
     return [id(variable) in needed for variable in jaxpr.invars]
-
-
-def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs."""
-
-    def run(tensors: list[jax.Array]) -> list[jax.Array]:
-        return block.run(tensors, [])
-
-    again = _with_own_gradient if current_step().is_within_checkpoint else jax.checkpoint
-    return block.finish(again(run)(block.tensors))
-
-
-def _with_own_gradient(run: Any) -> Any:
-    """Does what `jax.checkpoint` does, within another one whose policy keeps values.
-
-    Of the inner one, JAX (0.10.2) would keep what the policy of the outer one keeps.
-    """
-
-    def call(tensors: list[jax.Array]) -> list[jax.Array]:
-        # Not by `jax.closure_convert`: of what the layer has from elsewhere it finds floats alone.
-        closed = jax.make_jaxpr(run)(tensors)
-
-        @jax.custom_vjp
-        def compute(tensors: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
-            return jax.core.eval_jaxpr(closed.jaxpr, others, *tensors)
-
-        def backward(kept: Any, upstream: Any) -> Any:
-            floats = [one for one in upstream if jnp.issubdtype(one.dtype, jnp.inexact)]
-            kept, _ = jax.lax.optimization_barrier((kept, floats))
-            return jax.vjp(lambda *kept: jax.core.eval_jaxpr(closed.jaxpr, kept[1], *kept[0]), *kept)[1](upstream)
-
-        compute.defvjp(lambda tensors, others: (compute(tensors, others), (tensors, others)), backward)
-        return compute(tensors, list(closed.consts))
-
-    return call

@@ -5,7 +5,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from kerasdp.step.replica import (
     Received,
     Replica,
     TrainedWeights,
-    optimizers_of,
     require_leaves,
     variables_of_own_step,
 )
@@ -83,81 +82,44 @@ class ModelState:
         self._last, self._last_values = values, [*itertools.chain(*values)]
 
 
-class Shards(NamedTuple):
-    """What of a model's variables the devices hold in parts.
+class Layout:
+    """Where the devices hold a model's variables: each the whole of them. Others are in `kerasdp.scale`.
 
     Attributes:
         replicated: the sharding of what each device holds the whole of.
-        part_of: returns the sharding of a variable that is cut, by its shape.
-        what: `Config.shard`.
     """
 
-    replicated: NamedSharding
-    part_of: Callable[[Sequence[int]], NamedSharding]
-    what: str
+    def __init__(self, replicated: NamedSharding):
+        self.replicated = replicated
+
+    def of_variables(self, model: "keras.Model", variables: "list[keras.Variable]") -> list[NamedSharding]:
+        """Returns the sharding of each of some variables of a model.
+
+        For a value that is on one device without having been sent there, as the one of a new variable or a reset
+        metric, JAX (0.10.2) compiles another program: it would compile the first training step three times. So these
+        are replicated.
+        """
+        found = (variable.value.sharding for variable in variables)
+        return [each if isinstance(each, NamedSharding) else self.replicated for each in found]
 
     def cut(self, values: list[Any]) -> list[Any]:
-        """Returns gradients or new weights, of which each device then computes its part alone."""
-        if self.what == "none":
-            return values
-        return [
-            None if value is None else jax.lax.with_sharding_constraint(value, self.part_of(value.shape))
-            for value in values
-        ]
+        """Returns gradients or new weights, of which each device then computes its part alone, if it holds a part."""
+        return values
 
     def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns a function of weights that gathers each where it is used, and once more in the backward pass.
-
-        So none is kept in between. All else is: `jax.checkpoint` would compute it twice.
-        """
-        if self.what != "weights":
-            return function
-
-        @jax.custom_vjp
-        def whole(value: jax.Array) -> jax.Array:
-            return jax.lax.with_sharding_constraint(value, self.replicated)
-
-        whole.defvjp(lambda value: (whole(value), None), lambda _, gradient: tuple(self.cut([gradient])))
-
-        def of_parts(weights: Any) -> Any:
-            with step_with(is_within_checkpoint=True):
-                return function([whole(weight) for weight in weights])
-
-        return jax.checkpoint(of_parts, policy=_is_kept)
+        """Returns a function of weights that gathers those that are held in parts."""
+        return function
 
 
-def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Returns whether a value that `jax.checkpoint` asks for is kept for the backward pass: all but whole weights.
-
-    JAX (0.10.2) asks for the result of a function with a gradient of its own, before whatever name that gets
-    (`jax.ad_checkpoint.checkpoint_name`). So this one is known by what it does.
-    """
-    if primitive.name != "custom_vjp_call":
-        return True
-    return [equation.primitive.name for equation in parameters["call_jaxpr"].eqns] != ["sharding_constraint"]
-
-
-def _state_of(model: "keras.Model", step: str, shards: Shards) -> ModelState:
+def _state_of(model: "keras.Model", step: str, layout: Layout) -> ModelState:
     """Returns the state of a step, with the lists of Keras' own steps, or those of `_portable_step`.
 
     `step`: `train`, `test` or `predict`.
-
-    For a value that is on one device without having been sent there, as that of a new variable or a reset metric, JAX
-    (0.10.2) compiles another program: it would compile the first training step three times. So these are replicated.
     """
     from kerasdp.keras_compat.models import portable_steps
 
     variables = _lists_of_portable(model) if f"{step}_step" in portable_steps(model) else _lists_of(model, step)
-    all_slots = [slot for each in optimizers_of(model) for slot in each.variables] if shards.what == "optimizer" else []
-    are_cut = set(map(id, all_slots))
-
-    def sharding_of(variable: "keras.Variable") -> NamedSharding:
-        if shards.what == "weights" or id(variable) in are_cut:
-            return shards.part_of(variable.shape)
-        found = variable.value.sharding
-        return found if isinstance(found, NamedSharding) else shards.replicated
-
-    return ModelState(variables, [list(map(sharding_of, each)) for each in variables])
+    return ModelState(variables, [layout.of_variables(model, each) for each in variables])
 
 
 def _lists_of(model: "keras.Model", step: str) -> tuple[list["keras.Variable"], ...]:
@@ -170,7 +132,7 @@ def _lists_of(model: "keras.Model", step: str) -> tuple[list["keras.Variable"], 
 
 def make_step_functions(
     model: "keras.Model",
-    shards: Shards,
+    layout: Layout,
     context: ReplicaContext | None,
     split_of_training: Callable[[], Split] = lambda: Split(1),
 ) -> StepFunctions:
@@ -182,7 +144,7 @@ def make_step_functions(
 
     Args:
         model: built and compiled.
-        shards: what the devices hold in parts.
+        layout: of the variables.
         context: that of the layers in a training step.
         split_of_training: returns how a batch is split that is trained on.
     """
@@ -200,7 +162,7 @@ def make_step_functions(
             if "train_step" in own:
                 logs, state = model.train_step(state, _packed(data))
                 return (logs.get("loss"), None, logs, {}), state
-        replica = WholeBatch(model, shards, context, split_of_training())
+        replica = WholeBatch(model, layout, context, split_of_training())
         with step_with(kept=set(map(id, model.non_trainable_variables))):
             done, state = in_scope(_lists_of(model, "train"), state, lambda: fit_step(replica, data, detail))
         return tuple(done), state
@@ -211,8 +173,8 @@ def make_step_functions(
         def run(data: Any) -> Any:
             key = weights.key(), split_of_training().micro_batch_rows if name == "train" else None
             if key not in made:
-                state = _state_of(model, name, shards)
-                made[key] = _on_state(model, shards.replicated, step, state, is_training=name == "train")
+                state = _state_of(model, name, layout)
+                made[key] = _on_state(model, layout.replicated, step, state, is_training=name == "train")
             return made[key](data)
 
         return run
@@ -332,20 +294,20 @@ class WholeBatch(Replica):
 
     Args:
         model: built and compiled.
-        shards: what the devices hold in parts.
+        layout: of the variables.
         context: of the layers; None on one device.
         split: of the batch.
     """
 
-    def __init__(self, model: "keras.Model", shards: Shards, context: ReplicaContext | None, split: Split):
+    def __init__(self, model: "keras.Model", layout: Layout, context: ReplicaContext | None, split: Split):
         from kerasdp.keras_compat.layers import seed_variables
 
         super().__init__(model)
-        self._shards, self._context, self._split = shards, context, split
+        self._layout, self._context, self._split = layout, context, split
         self._seeds = set(map(id, seed_variables(model)))
         # On the CPU XLA (jaxlib 0.10.2) computes a convolution within a loop with another kernel, which takes 15 times
         # as long.
-        self._writes_loops_out = shards.replicated.mesh.devices.flat[0].platform == "cpu"
+        self._writes_loops_out = layout.replicated.mesh.devices.flat[0].platform == "cpu"
 
     def training_split(self) -> Split:
         """See `Replica`."""
@@ -398,7 +360,7 @@ class WholeBatch(Replica):
             return loss, (share.tensors(), found, scope.assigned_values())
 
         values = list(map(current_value, weights))
-        gradients, (tensors, found, assigned) = jax.grad(self._shards.gathering(loss_of), has_aux=True)(values)
+        gradients, (tensors, found, assigned) = jax.grad(self._layout.gathering(loss_of), has_aux=True)(values)
         scope, share = made
         scope.write_back(assigned)
         return gradients, share.with_tensors(tensors), found
@@ -423,7 +385,7 @@ class WholeBatch(Replica):
             with InnerScope(zip(variables, values)) as scope:
                 own, share, _ = self.differentiate(compute, self.wait_for(total, one))
             shares.append(share)
-            total = self._shards.cut(jax.tree.map(jnp.add, total, own))
+            total = self._layout.cut(jax.tree.map(jnp.add, total, own))
             return (total, list(map(scope.get_current_value, variables))), share.sums
 
         first, size = passes[0], len(passes[0].batch.indices)
@@ -436,7 +398,7 @@ class WholeBatch(Replica):
             return run(carry, first._replace(batch=batch, replicas=(rows,)))
 
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *[one.batch[:3] for one in full])
-        carry: Any = self._shards.cut([jnp.zeros_like(current_value(weight)) for weight in weights]), begun
+        carry: Any = self._layout.cut([jnp.zeros_like(current_value(weight)) for weight in weights]), begun
         numbered = jnp.arange(len(full), dtype="int32"), stacked
         carry, each = jax.lax.scan(step, carry, numbered, unroll=self._writes_loops_out)
         kept = [jax.tree.map(operator.itemgetter(number), data) for number in range(len(full)) for data in each.kept]
@@ -466,7 +428,7 @@ class WholeBatch(Replica):
 
     def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
         """See `Replica`: of the whole batch there is nothing to average."""
-        return lambda: (self._shards.cut(gradients), shared)
+        return lambda: (self._layout.cut(gradients), shared)
 
     def update(self, update: Callable[[], None]) -> None:
         """See `Replica`."""
@@ -476,7 +438,7 @@ class WholeBatch(Replica):
         with applying_in_scope():
             update()
         weights = self.model.trainable_weights
-        for weight, value in zip(weights, self._shards.cut(list(map(current_value, weights)))):
+        for weight, value in zip(weights, self._layout.cut(list(map(current_value, weights)))):
             weight.assign(value)
 
     def add_up(self, tensor: Tensor) -> Tensor:

@@ -99,6 +99,7 @@ class DataParallel(TensorFlowStrategy):
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that run on all replicas."""
+        self._require_mirrored(model)
         steps = ReplicaSteps(self, model)
         test, predict = (
             self._function(model, self._on_all(steps, name, step))
@@ -133,19 +134,18 @@ class DataParallel(TensorFlowStrategy):
 
         return run
 
-    def each_replica(self, function: Callable[[], T]) -> list[T]:
-        """See `Strategy`. The replicas run in turns, each in its thread, without a graph: to trace takes seconds."""
+    def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
+        """See `Strategy`. The replicas run in turns, each in its thread; to trace takes seconds."""
         found: dict[int, T] = {}
 
         def run() -> None:
             found[collectives.rank()] = function()
 
-        self.mirrored.run(run)
+        if is_traced:
+            tf.function(lambda: self.mirrored.run(run), autograph=False).get_concrete_function()
+        else:
+            self.mirrored.run(run)
         return [found[rank] for rank in sorted(found)]
-
-    def trace(self, function: Callable[[], None]) -> None:
-        """See `Strategy`."""
-        tf.function(lambda: self.mirrored.run(function), autograph=False).get_concrete_function()
 
     def shard_steps(self, model: "keras.Model") -> ReplicaSteps:
         """See `Strategy`."""
@@ -173,14 +173,16 @@ class DataParallel(TensorFlowStrategy):
 
         return function
 
-    def variables_outside_scope(self, model: "keras.Model") -> list[str]:
-        """Returns the paths of the variables that are not mirrored; each replica would change them once more."""
+    def _require_mirrored(self, model: "keras.Model") -> None:
+        """Raises `UserError` for a variable that is not mirrored: each replica would change it once more."""
         from kerasdp.keras_compat.layers import raw_value
 
-        if self.num_replicas == 1:
-            return []
-        kind = tf.distribute.DistributedValues
-        return [variable.path for variable in all_variables(model) if not isinstance(raw_value(variable), kind)]
+        for variable in all_variables(model) if self.num_replicas > 1 else ():
+            if not isinstance(raw_value(variable), tf.distribute.DistributedValues):
+                raise UserError(
+                    f"{variable.path} of {model.name} was made outside of runner.scope(), so it is on one device only: "
+                    "make all layers, the optimizer and the metrics within it"
+                )
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
@@ -189,7 +191,8 @@ class DataParallel(TensorFlowStrategy):
             copies = self.mirrored.experimental_local_results(variable.value)
             return {hashlib.sha256(copy.numpy().tobytes()).digest() for copy in copies}
 
-        return [each.path for each in compared_variables(model, state_only) if len(digests(each)) > 1]
+        several = compared_variables(model, state_only) if self.num_replicas > 1 else ()
+        return [each.path for each in several if len(digests(each)) > 1]
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""TensorFlow: gradients of steps that people write, and layers that are computed once more in the backward pass.
+"""TensorFlow: gradients of steps that people write.
 
 Loaded by the backend's name.
 """
@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import wrapped
 
 
@@ -42,84 +41,3 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.Abstrac
         return clip(mean(dense(list(t_list))), *args, **kwargs)
 
     return wrapped(tf, clip_by_global_norm=of_means)
-
-
-def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs.
-
-    What runs eagerly keeps all: TensorFlow would not say which tensors a layer has from elsewhere.
-
-    Raises:
-        UserError: if the layer uses what its gradient would not reach.
-    """
-    from kerasdp.keras_compat.layers import current_value
-
-    variables = list({id(variable): variable for variable in block.layer.variables}.values())
-    if tf.executing_eagerly():
-        return block.finish(block.run(block.tensors, []))
-    values = [tf.convert_to_tensor(current_value(variable)) for variable in variables]
-    given = [*block.tensors, *values]
-    places = [place for place, tensor in enumerate(given) if tensor.dtype.is_floating]
-    found: list[tf.Tensor] = []
-
-    @tf.custom_gradient
-    def compute(*floats: tf.Tensor) -> Any:
-        by_place = dict(zip(places, floats, strict=True))
-        tensors = [by_place.get(place, tensor) for place, tensor in enumerate(given)]
-        first = len(tf.compat.v1.get_default_graph().get_operations())
-        found[:] = block.run(tensors[: len(block.tensors)], list(zip(variables, tensors[len(block.tensors) :])))
-        _refuse_others(block, variables, tensors, first)
-
-        def gradient(*upstream: tf.Tensor) -> list[Any]:
-            is_there = _is_there(upstream)
-            again = [
-                tf.identity(tensor) if place >= len(block.tensors) and tensor.dtype.is_floating
-                else tf.where(is_there, tensor, tf.zeros((), tensor.dtype))
-                for place, tensor in enumerate(tensors)
-            ]  # fmt: skip
-            own = [again[place] for place in places]
-            with tf.GradientTape() as tape:
-                tape.watch(own)
-                results = block.again(again[: len(block.tensors)], list(zip(variables, again[len(block.tensors) :])))
-                results = [result for result in results if result.dtype.is_floating]
-            return dense(tape.gradient(results, own, list(upstream)))
-
-        return [result for result in found if result.dtype.is_floating], gradient
-
-    floats = iter(compute(*(given[place] for place in places)))
-    return block.finish([next(floats) if result.dtype.is_floating else result for result in found])
-
-
-def _is_there(upstream: Any) -> tf.Tensor:
-    """Returns True, once the gradients are there.
-
-    TensorFlow (2.21) merges operations of the same inputs: both passes of a layer would be one, whose results are kept.
-    Neither it nor XLA knows that no cosine is above 3.
-    """
-    firsts = [tf.cast(tf.reduce_sum(tf.reshape(each, [-1])[:1]), "float32") for each in upstream]
-    return tf.logical_not(tf.cos(tf.add_n(firsts)) > 3.0)
-
-
-def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], first: int) -> None:
-    """Raises `UserError` if the layer has computed with weights, or tensors of floats, that are not among these.
-
-    `first`: the number of operations of the graph before.
-    """
-    known = {id(variable) for variable in variables}
-    for variable, _ in block.begun:
-        if id(variable) not in known and variable.trainable:
-            raise UserError(
-                f"--remat: layer {block.layer.name} uses {variable.path}, which no layer within it has, so that "
-                "TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
-            )
-    operations = tf.compat.v1.get_default_graph().get_operations()
-    own = {id(operation) for operation in operations[first:]} | {id(tensor.op) for tensor in tensors}
-    device = tf.constant(0.0).device  # where they meet, the replicas' operations are in one another's places
-    for operation in operations[first:]:
-        for tensor in operation.inputs if operation.device == device else ():
-            is_known = id(tensor.op) in own or tensor.op.type == "Const" or tensor.device != device
-            if tensor.dtype.is_floating and not is_known:
-                raise UserError(
-                    f"--remat: layer {block.layer.name} uses a tensor that it is not called with ({tensor.name}), so "
-                    "that TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
-                )

@@ -1,12 +1,13 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel."""
 
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
+from kerasdp.backends.torch.devices import TorchStrategy, timeout_of
 from kerasdp.backends.torch.gradients import num_differentiated
 from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
@@ -14,7 +15,7 @@ from kerasdp.config import Config
 from kerasdp.processes.devices import Devices
 from kerasdp.processes.watchdog import shapes_of
 from kerasdp.run_state import Detail, RunState
-from kerasdp.step.contract import DeviceBatch, StepFunctions, Trained
+from kerasdp.step.contract import DeviceBatch, StepFunctions, T, Trained
 from kerasdp.step.replica import TrainedWeights
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class DataParallel(TorchStrategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows to its device."""
-        return put_batch(batch, self.device)
+        return self.put_batch(batch)
 
     def parts_of(self, model: Any) -> Any:
         """Returns the `kerasdp.scale.torch_shards.Parts` of a model that this process holds; None if it holds all."""
@@ -148,10 +149,10 @@ class DataParallel(TorchStrategy):
 
         return evaluate
 
-    def trace(self, function: Callable[[], None]) -> None:
+    def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
         """See `Strategy`."""
-        with without_numbers():
-            function()
+        with without_numbers() if is_traced else contextlib.nullcontext():
+            return [function()]
 
     def shard_steps(self, model: Any) -> RankSteps:
         """See `Strategy`."""

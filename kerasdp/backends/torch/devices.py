@@ -8,6 +8,7 @@ import secrets
 import socket
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -200,16 +201,22 @@ class TorchStrategy(Strategy):
         self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device, config)
+        # Of each thread, whether it may copy batches: this one trains, and may.
+        self._threads = threading.local()
+        self._threads.is_ready = True
 
-    def begin_reading_thread(self) -> None:
-        """Gives the running thread this process's GPU, and a stream of its own, on which batches are copied.
+    def put_batch(self, batch: "Batch") -> DeviceBatch:
+        """Brings inputs, targets and sample weights to the device.
 
-        A new thread's GPU is the first one of the host: what it pins would start CUDA there, which takes some hundred
-        MB of that GPU's memory for each rank. Its stream is that of the steps, behind which copies would queue.
+        A reading thread gets this process's GPU, and a stream of its own, on which batches are copied. A new thread's
+        GPU is the first one of the host: what it pins would start CUDA there, which takes some hundred MB of that GPU's
+        memory for each rank. Its stream is the one of the steps, behind which copies would queue.
         """
-        if self.device.type == "cuda":
+        if self.is_gpu and not hasattr(self._threads, "is_ready"):
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
+            self._threads.is_ready = True
+        return put_batch(batch, self.device)
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all ranks that have them."""
@@ -222,6 +229,8 @@ class TorchStrategy(Strategy):
             array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
             return hashlib.sha256(array.tobytes()).digest()
 
+        if self.processes.num_processes == 1:
+            return []
         found: dict[tuple[str, int], set[bytes]] = {}
         for of_rank in self.processes.all_gather_object([(variable.path, digest(variable)) for variable in own]):
             seen = collections.Counter[str]()

@@ -1,0 +1,137 @@
+"""JAX: data parallelism in which each device holds its part of the optimizer's variables, or of all variables.
+
+XLA gathers a weight where a layer uses it, and gives each device its part of a gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kerasdp.backends.jax.data_parallel import DataParallel
+from kerasdp.backends.jax.train_step import Layout
+from kerasdp.keras_compat.patches import step_with
+from kerasdp.run_state import RunState
+from kerasdp.sharding import cut_axis
+from kerasdp.step.contract import StepFunctions
+from kerasdp.step.replica import held_in_words, optimizers_of, variables_of_own_step
+
+if TYPE_CHECKING:
+    import keras
+
+
+class PartsLayout(Layout):
+    """The devices hold some variables in parts: see `Layout`."""
+
+    def __init__(self, replicated: NamedSharding, what: str):
+        """`what`: see `Config.shard`."""
+        super().__init__(replicated)
+        self._what = what
+
+    def part_of(self, shape: Sequence[int]) -> NamedSharding:
+        """Returns the sharding of a variable of this shape that is cut, if `cut_axis` cuts one."""
+        axis = cut_axis(shape, self.replicated.mesh.size)
+        if axis is None:
+            return self.replicated
+        return NamedSharding(self.replicated.mesh, PartitionSpec(*[None] * axis, "batch"))
+
+    def of_variables(self, model: "keras.Model", variables: "list[keras.Variable]") -> list[NamedSharding]:
+        """See `Layout`."""
+        slots = {id(slot) for optimizer in optimizers_of(model) for slot in optimizer.variables}
+        whole = super().of_variables(model, variables)
+        return [
+            self.part_of(variable.shape) if self._what == "weights" or id(variable) in slots else known
+            for variable, known in zip(variables, whole)
+        ]
+
+    def cut(self, values: list[Any]) -> list[Any]:
+        """See `Layout`."""
+        return [
+            None if value is None else jax.lax.with_sharding_constraint(value, self.part_of(value.shape))
+            for value in values
+        ]
+
+    def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """See `Layout`.
+
+        Each weight is gathered where it is used, and once more in the backward pass: none is kept in between. All else
+        is: `jax.checkpoint` would compute it twice.
+        """
+        if self._what != "weights":
+            return function
+
+        @jax.custom_vjp
+        def whole(value: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(value, self.replicated)
+
+        whole.defvjp(lambda value: (whole(value), None), lambda _, gradient: tuple(self.cut([gradient])))
+
+        def of_parts(weights: Any) -> Any:
+            with step_with(is_within_checkpoint=True):
+                return function([whole(weight) for weight in weights])
+
+        return jax.checkpoint(of_parts, policy=_is_kept)
+
+
+def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Returns whether a value that `jax.checkpoint` asks for is kept for the backward pass: all but whole weights.
+
+    JAX (0.10.2) asks for the result of a function with a gradient of its own, before whatever name that gets
+    (`jax.ad_checkpoint.checkpoint_name`). So this one is known by what it does.
+    """
+    if primitive.name != "custom_vjp_call":
+        return True
+    return [equation.primitive.name for equation in parameters["call_jaxpr"].eqns] != ["sharding_constraint"]
+
+
+class ShardedDataParallel(DataParallel):
+    """A replica of the model on each device, which holds some of its variables in parts."""
+
+    @functools.cached_property
+    def _distribution(self) -> "keras.distribution.Distribution":
+        """See `DataParallel`."""
+        import keras
+
+        if self.config.shard != "weights":
+            return super()._distribution
+        layout, names = PartsLayout(self.replicated, "weights"), self._device_names()
+
+        class Parts(keras.distribution.DataParallel):
+            """Cuts variables by `cut_axis`."""
+
+            # The slots of a weight do not come here: Keras (3.15) gives them the layout of their weight.
+            def get_variable_layout(self, variable: Any) -> Any:
+                spec = layout.part_of(variable.shape).spec
+                axes = [*spec, *[None] * (len(variable.shape) - len(spec))]
+                return keras.distribution.TensorLayout(axes, self.device_mesh)
+
+        return Parts(devices=names, auto_shard_dataset=False)
+
+    def layout(self) -> Layout:
+        """See `DataParallel`."""
+        return PartsLayout(self.replicated, self.config.shard)
+
+    def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
+        """See `Strategy`."""
+        held = held_in_words(model, self.config.shard, len(self.devices))
+        return dataclasses.replace(super().step_functions(model, run_state), description=held)
+
+    def gather_variables(self, model: "keras.Model") -> None:
+        """Gives each process the whole of what the devices of several hosts hold in parts: it could read no other."""
+        from kerasdp.keras_compat.layers import set_raw_values
+
+        variables = variables_of_own_step(model)
+        set_raw_values(variables, map(self._readable, variables))
+
+    def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
+        """See `Strategy`."""
+        return [take(whole) if take else None for whole in map(self._readable, variables)]
+
+    def _readable(self, variable: "keras.Variable") -> jax.Array:
+        """Returns a variable's value, whole on each device if parts of it are on other hosts."""
+        value = variable.value
+        is_here = value.is_fully_addressable or value.is_fully_replicated
+        return value if is_here else jax.device_put(value, self.replicated)
