@@ -184,7 +184,7 @@ class _FunctionPickler(_Pickler):
 
 
 class _MadeBeforeError(Exception):
-    """A Keras object whose variables are those of this process."""
+    """A Keras object whose variables were made in this process."""
 
 
 def _place_in_file(array: Any) -> tuple[Any, ...] | None:
