@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
-import inspect
 import itertools
 import os
 import sys
@@ -19,7 +17,6 @@ from kerasdp.checkpoint.storage import is_url, locked_folder, removed_if_empty, 
 from kerasdp.config import BACKENDS, HANG_TIMEOUT, Config
 from kerasdp.config.config import CHECKPOINTS
 from kerasdp.errors import (
-    FIELDS_OF_FLAGS,
     RunError,
     UserError,
     addressed,
@@ -60,8 +57,9 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         What `train` returned (with torch on several devices: on rank 0).
 
     Raises:
-        UserError: if there is no such choice, or it cannot be had on this machine; if `train` has to be sent to other
-            processes and refers to something that cannot be; within the `train` of another launch.
+        TypeError: if there is no such choice.
+        UserError: if a choice cannot be had on this machine; if `train` has to be sent to other processes and refers to
+            something that cannot be; within the `train` of another launch.
         RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint. Where nobody catches it the
             program ends with its line and exit code 99.
@@ -72,12 +70,9 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
             raise UserError(
                 "launch: the function of another launch runs in this process; call it when that has returned"
             )
-        for unknown in changes.keys() - {field.name for field in dataclasses.fields(Config)}:
-            raise UserError(_unknown(unknown, changes[unknown]))
         settings = dataclasses.replace(settings or Config(), **changes)
         # Before threads begin, which would have memory of their own.
         with hardware.kept_memory(choose_backend(settings.backend)), signals.noticed():
-            _check_takes_runner(train)
             cluster, settings = _resolve(settings)
             with _folders(cluster, settings):
                 if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
@@ -146,22 +141,6 @@ def _find_cluster(settings: Config) -> Cluster | None:
             "--shard=weights"
         )
     return found
-
-
-def _check_takes_runner(train: Callable[..., Any]) -> None:
-    if not callable(train):
-        raise UserError(f"launch: expected a function, as train(runner). Received: {train!r:.100}")
-    try:
-        taken = inspect.signature(train)
-    except ValueError:  # a function of C, which does not say
-        return
-    try:
-        taken.bind(None)
-    except TypeError as error:
-        received = f"{name_of(train)}{taken}"
-        raise UserError(
-            f"launch: expected a function of one argument, as train(runner). Received: {received}"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -240,13 +219,6 @@ def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -
     return supervise(functools.partial(_start, cluster), settings, train)
 
 
-def _unknown(name: str, value: Any) -> str:
-    fields = {field.name: field.name for field in dataclasses.fields(Config)} | FIELDS_OF_FLAGS
-    near = difflib.get_close_matches(name, fields, n=1)
-    instead = f"did you mean {fields[near[0]]}={value!r}?" if near else "help(kerasdp.Config) lists all of them"
-    return f"launch: there is no argument {name!r}; {instead}"
-
-
 def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
     """Starts the workers."""
     with _native_stderr_suppressed(), signals.delayed():
@@ -301,8 +273,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
     if settings.backend != "tensorflow" and not any(isinstance(each, _QuietTensorFlow) for each in sys.meta_path):
         sys.meta_path.insert(0, _QuietTensorFlow())
-    told = _device_errors_told()
-    with signals.noticed(), told:
+    with signals.noticed(), _device_errors_told():
         with signals.delayed():
             place, kind = _ENGINES[str(settings.backend), settings.strategy if settings.shard == "none" else "shard"]
             engine = getattr(importlib.import_module(place), kind)

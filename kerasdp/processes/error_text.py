@@ -23,11 +23,6 @@ def is_standard(path: str) -> bool:
     return path.startswith((_STANDARD, "<frozen")) and not path.startswith(_PACKAGES)
 
 
-def is_of_kit(path: str) -> bool:
-    """Returns whether a file is of this package."""
-    return path.startswith(_KIT)
-
-
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text; its class, where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -61,12 +56,10 @@ _MEMORY = (
     "programs may hold memory: nvidia-smi shows them"
 )
 _SHARED_MEMORY = "NCCL has too little shared memory ({line}): give the container more, as docker run --shm-size=1g"
-_NCCL = "NCCL has failed ({line}); NCCL_DEBUG=WARN in the environment shows why"
-_KERNELS = "this build of the framework has no kernels for this GPU ({line}); install another build, or --device=cpu"
-_BUSY = "the GPU is held by another program, or set to one program at a time ({line}); nvidia-smi shows it"
-_ASSERT = "an operation on the GPU got an index out of range ({line}); --device=cpu names the layer"
-_CUDA = "CUDA has failed ({line}); CUDA_LAUNCH_BLOCKING=1 in the environment shows the operation, nvidia-smi the GPU"
-
+_GPU = (
+    "a GPU has failed, or NCCL ({line}); nvidia-smi shows what else uses it, and CUDA_LAUNCH_BLOCKING=1 and "
+    "NCCL_DEBUG=WARN in the environment, or --device=cpu, where it fails"
+)
 _DETERMINISTIC = "--deterministic: {line}; do without that operation, or leave --deterministic out"
 
 # Texts of torch 2.13, jax 0.10 and TensorFlow 2.21, the special ones first.
@@ -74,11 +67,7 @@ _KNOWN = (
     (r"determinis\w* .*(implement|available|support|enabled)|not deterministic", _DETERMINISTIC),
     (r"out of memory|can't allocate memory|RESOURCE_EXHAUSTED|OOM when allocating|CUBLAS_STATUS_ALLOC_FAILED", _MEMORY),
     (r"/dev/shm|No space left on device.*nccl|nccl.*No space left on device", _SHARED_MEMORY),
-    (r"no kernel image is available|CUDA_ERROR_NO_BINARY_FOR_GPU", _KERNELS),
-    (r"busy or unavailable|CUDA_ERROR_DEVICE_UNAVAILABLE", _BUSY),
-    (r"device-side assert triggered", _ASSERT),
-    (r"nccl\w*Error|NCCL error|NCCL operation", _NCCL),
-    (r"CUDA error|CUDA_ERROR_\w+|cuDNN error|CUDNN_STATUS_\w+|CUBLAS_STATUS_\w+", _CUDA),
+    (r"nccl\w*Error|NCCL (error|operation)|(CUDA|cuDNN) error|CUDA_ERROR_\w+|(CUDNN|CUBLAS)_STATUS_\w+", _GPU),
 )
 _BOLD = re.compile(r"\x1b\[\d*m")  # in which Keras (3.15) writes some messages
 _FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow"}

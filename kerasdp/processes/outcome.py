@@ -1,4 +1,4 @@
-"""How each process of a run ended: one file a process, written last and at once, for whoever started it.
+"""How each process of a run ended: one file a process, written last and at once, for the process that started it.
 
 A process that is killed leaves none.
 """
@@ -7,8 +7,6 @@ import contextlib
 import os
 import pickle
 import signal
-import sys
-import threading
 import time
 import traceback
 from typing import Any, NamedTuple
@@ -51,15 +49,12 @@ class Outcome(NamedTuple):
 
 
 _place: Place | None = None
-_lock = threading.Lock()
 
 
 def begin(place: Place) -> None:
-    """Makes this process a worker, which leaves an outcome. What an earlier one with that place has left is removed."""
+    """Makes this process a worker, which leaves an outcome."""
     global _place
     _place = place
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(_path(place))
 
 
 def place() -> Place | None:
@@ -85,12 +80,12 @@ def write_result(result: Any) -> None:
 
 
 def write_error(error: BaseException) -> None:
-    """Ends a worker with an error. The first one counts."""
+    """Ends a worker with an error."""
     known: RunError | SystemExit | None = None
     if isinstance(error, SystemExit):
         known = SystemExit(error.code if isinstance(error.code, int | None) else str(error.code))
-    elif (kind := kind_of(error)) is not None:
-        known = kind(str(error))
+    elif isinstance(error, RunError) and type(error).__module__ == RunError.__module__:  # which each process knows
+        known = type(error)(str(error))
     _write(Outcome(time.monotonic(), known, "".join(traceback.format_exception(error))))
 
 
@@ -101,50 +96,25 @@ def read(place: Place) -> Outcome | None:
     return None
 
 
-def leave_with(error: RunError) -> None:
-    """Ends this process for another one's error, whatever its main thread does: it may wait in native code."""
-    if _place is None:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-        write_error(error)
-    sys.stdout.flush()
-    os._exit(error.exit_code)
-
-
-def kind_of(error: BaseException) -> type[RunError] | None:
-    """Returns the class of an error that each process knows; None: it may be known here alone."""
-    return type(error) if isinstance(error, RunError) and type(error).__module__ == RunError.__module__ else None
-
-
-def line_of(error: BaseException) -> str:
-    """Returns an error in a line."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-        return how_it_ended(128 - error.code)
-    text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-    return text.strip().splitlines()[0][:500] if text.strip() else type(error).__name__
-
-
 def how_it_ended(exit_code: int) -> str:
-    """Returns an exit code in words."""
+    """Returns in words how a process ended that left nothing, by its exit code."""
     if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+        why = ": is the system short of memory?" if exit_code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-exit_code).name}{why}"
+    return f"ended with exit code {exit_code}" if exit_code else "ended by itself, without an error"
 
 
 def _write(outcome: Outcome) -> None:
-    if _place is None:
-        return
-    path, content = _path(_place), pickle.dumps(tuple(outcome))
-    with _lock:  # another process's error may end this one while it fails
-        if not os.path.exists(path):
-            try:
-                with open(f"{path}.new", "wb") as file:
-                    file.write(content)
-            except OSError:
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(f"{path}.new")  # makes room to say so
-                raise
-            os.replace(f"{path}.new", path)
+    assert _place is not None  # noqa: S101
+    path = _path(_place)
+    try:
+        with open(f"{path}.new", "wb") as file:
+            pickle.dump(tuple(outcome), file)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(f"{path}.new")  # makes room to say so
+        raise
+    os.replace(f"{path}.new", path)
 
 
 def _path(place: Place) -> str:

@@ -19,6 +19,12 @@ Environment = Mapping[str, str]
 # How many processes somebody else has started, of whom torch knows nothing; in a script of sbatch srun has not, yet.
 _OF_TASKS = {"srun": ("SLURM_STEP_ID", "SLURM_NTASKS"), "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
 _PAGE = "docs/many-machines.md"
+_PLACES = {
+    "torch": f"torch takes its place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets "
+    f"them: {_PAGE}",
+    "jax": f"JAX takes its place from SLURM, Kubernetes, Cloud TPU or JAX_COORDINATOR_ADDRESS: {_PAGE}",
+    "tensorflow": "Keras 3 has no strategy of TensorFlow for several machines; use --backend=torch or jax",
+}
 ALIKE = (
     "fit, evaluate and predict are the work of all ranks: call them on every rank, in the same order; only prints and "
     "files belong under `if runner.is_chief:`"
@@ -50,7 +56,7 @@ def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster |
     Raises:
         UserError: if several processes were started, and each would train alone.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    if has_ranks := "RANK" in environment and "WORLD_SIZE" in environment:
         source = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK and WORLD_SIZE"
         number, rank, local = (number_in(environment, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
         found = Cluster(source=source, num_processes=number, process=rank, local_process=local)
@@ -60,19 +66,10 @@ def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster |
         found = Cluster(source=source, num_processes=number_in(environment, name, 1), process=0)
     if found.num_processes == 1:
         return None
-    if backend != "torch":
-        words = "Keras 3 has no strategy of TensorFlow for several machines; use --backend=torch or jax"
-        if backend == "jax":
-            words = f"JAX takes its place from SLURM, Kubernetes, Cloud TPU or JAX_COORDINATOR_ADDRESS: {_PAGE}"
+    if backend != "torch" or not has_ranks:
         raise UserError(
-            f"{found.source} starts {found.num_processes} processes. Received: --backend={backend}; {words}"
-        )
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
-        raise UserError(
-            f"{found.source} starts {found.num_processes} processes, and each would train alone: torch takes its place "
-            f"from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Received: no {missing[0]}; start them by "
-            f"torchrun, or set these: {_PAGE}"
+            f"{source} starts {found.num_processes} processes, and each would train alone with --backend={backend}: "
+            f"{_PLACES[backend]}"
         )
     return found
 

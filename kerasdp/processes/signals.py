@@ -20,11 +20,10 @@ from kerasdp.processes import outcome
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = signal.SIGINT
-# A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on.
-SECONDS_OF_ONE = 2.0
-# Ctrl-C likewise, from a terminal and from a launcher; people press it again sooner.
-_SECONDS_OF_ONE_INTERRUPT = 0.3
-# A second signal ends the process at once; one that has not left by then waits in native code.
+# A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on. Ctrl-C
+# likewise, from a terminal and from a launcher; people press it again sooner.
+SECONDS_OF_ONE, _SECONDS_OF_ONE_INTERRUPT = 2.0, 0.3
+# After a second signal the process has so long to end by itself.
 _SECONDS_TO_LEAVE = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.5
 # A signal whose exception was lost is sent again so long after: into the pipe of signals goes its number with this bit.
@@ -32,10 +31,8 @@ _SECONDS_TO_RAISE_AGAIN, _AGAIN = 0.05, 0x80
 _noted: list[int] = []
 # Those for which a handler has raised what ends the run.
 _raised: list[int] = []
-# When they were passed on, in seconds of `time.monotonic`.
-_passed_on: list[float] = []
-# When Ctrl-C was noted last, likewise.
-_interrupted = 0.0
+# When the handler of each was called last, in seconds of `time.monotonic`.
+_handled: dict[int, float] = {}
 # What the program is in: `noticed`, `awaited`, `passed_on`, or none of them. And where the interpreter writes the
 # number of each signal at once, wherever the main thread is.
 _context, _pipe = "", -1
@@ -78,8 +75,8 @@ def noticed() -> Iterator[None]:
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting.
 
-    Ctrl-C is passed on as SIGUSR1: they ignore SIGINT, which a terminal sends to each of them, too. A second one
-    is raised here.
+    Ctrl-C is passed on as SIGUSR1: they ignore SIGINT, which a terminal sends to each of them, too. A second signal
+    ends the wait.
 
     Args:
         processes: returns those that live.
@@ -91,24 +88,18 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
         yield
         return
     _noted.clear()
-    _passed_on.clear()
 
     def pass_on(number: int, _: Any) -> None:
-        if number == INTERRUPT:
-            if _is_copy():
-                return
-            if _noted:
-                _noted.append(number)
-                raise KeyboardInterrupt
+        if _is_copy(number):
+            return
+        workers, is_second = list(processes()), bool(_noted)
         _noted.append(number)
         outcome.note_signal()
-        _passed_on.append(time.monotonic())
-        workers = list(processes())
-        if not workers:  # not yet
+        if is_second or not workers:
             raise _ending(number)
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, _as_passed_on(number))
+                os.kill(worker.pid, signal.SIGUSR1 if number == INTERRUPT else number)
 
     handlers = dict.fromkeys(_SIGNALS, pass_on)
     if signal.getsignal(INTERRUPT) in (signal.default_int_handler, _note):
@@ -122,15 +113,14 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
         raise
 
 
-def _as_passed_on(number: int) -> int:
-    return signal.SIGUSR1 if number == INTERRUPT else number
+def _seconds_of_one(number: int) -> float:
+    return _SECONDS_OF_ONE_INTERRUPT if number == INTERRUPT else SECONDS_OF_ONE
 
 
-def _is_copy() -> bool:
-    """Returns whether Ctrl-C that comes now has been noted: it came a moment ago, too."""
-    global _interrupted
-    last, _interrupted = _interrupted, time.monotonic()
-    return INTERRUPT in _noted and _interrupted - last < _SECONDS_OF_ONE_INTERRUPT
+def _is_copy(number: int) -> bool:
+    """Returns whether a signal whose handler is called has been noted: it came a moment ago, too."""
+    last, _handled[number] = _handled.get(number, 0.0), time.monotonic()
+    return number in _noted and _handled[number] - last < _seconds_of_one(number)
 
 
 @contextlib.contextmanager
@@ -159,19 +149,6 @@ def noted() -> signal.Signals | None:
     return signal.Signals(_noted[0]) if _noted else None
 
 
-def seconds_since_passed_on() -> list[tuple[int, float]]:
-    """Returns the signals that were passed on, with the seconds since."""
-    now = time.monotonic()
-    return [(number, now - then) for number, then in zip(_noted, _passed_on)]
-
-
-def leave_as(exit_code: int) -> None:
-    """Ends this process, too, if another ended with this code because of a signal that was passed on to it."""
-    for number in _noted:
-        if exit_code in (-_as_passed_on(number), 128 + _as_passed_on(number)):
-            raise SystemExit(128 + number) from None
-
-
 def leave_if_asked() -> None:
     """Ends the run if a signal should have done so already: code between may have caught what it raised."""
     if _noted and (_context != "awaited" or INTERRUPT in _noted[1:]):
@@ -179,11 +156,10 @@ def leave_if_asked() -> None:
 
 
 def _note(number: int, _: Any) -> None:
-    if number == INTERRUPT and _is_copy():
+    if _is_copy(number) and number == INTERRUPT:
         return
-    # Of a second one of the others the thread thinks.
+    is_again = number in _noted and number != INTERRUPT  # the thread finds out whether that is a copy
     is_awaited = _context == "awaited" and not (number == INTERRUPT and _noted)
-    is_again = number in _noted and number != INTERRUPT
     _noted.append(number)
     outcome.note_signal()
     if not (is_again or is_awaited):
@@ -218,9 +194,8 @@ def _raised_again() -> Iterator[None]:
     kept = sys.unraisablehook
 
     def hook(lost: Any) -> None:  # takes no lock, which the main thread may hold
-        global _interrupted
         if _noted and lost.exc_type in (KeyboardInterrupt, SystemExit):
-            _interrupted = 0.0
+            _handled.clear()
             os.write(_pipe, bytes([_noted.pop() | _AGAIN]))
         else:
             kept(lost)
@@ -234,7 +209,7 @@ def _raised_again() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _arrivals(numbers: Collection[int]) -> Iterator[None]:
-    """Ends this process at a second signal, also where the main thread is in native code, and no handler is called."""
+    """Ends this process soon after a second signal, also where no handler is called: in native code."""
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -250,15 +225,11 @@ def _arrivals(numbers: Collection[int]) -> Iterator[None]:
 
 def _watch(reader: int, numbers: Collection[int]) -> None:
     """Runs in a thread; `numbers`: of the signals that count."""
-    arrived: list[tuple[int, float]] = []  # signals, each once, with their times
+    arrived: dict[int, float] = {}  # when each arrived last
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
             looked = time.monotonic()
-            seconds = min([*(end - looked for end in _ends(arrived)), _SECONDS_BETWEEN_LOOKS])
-            if seconds <= 0:
-                _leave(arrived[-1][0])
-                return
-            if not select.select([arrivals], [], [], seconds)[0]:
+            if not select.select([arrivals], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
                 continue
             byte, now = arrivals.read(1), time.monotonic()
             if not byte:
@@ -270,26 +241,18 @@ def _watch(reader: int, numbers: Collection[int]) -> None:
                 continue
             if now - looked > 2 * _SECONDS_BETWEEN_LOOKS:
                 now = looked  # native code has kept the interpreter, and it came at any time since
-            last = max((since for known, since in arrived if known == number), default=-SECONDS_OF_ONE)
-            seconds_of_one = _SECONDS_OF_ONE_INTERRUPT if number == INTERRUPT else SECONDS_OF_ONE
-            if number in numbers and now - last > seconds_of_one:
-                arrived.append((number, now))
+            is_second = bool(arrived) and now - arrived.get(number, 0.0) > _seconds_of_one(number)
+            if number in numbers:
+                arrived[number] = now
+                if is_second and _context != "passed_on":  # whose handler ends the wait
+                    _leave(number, now)
 
 
-def _ends(arrived: list[tuple[int, float]]) -> Iterator[float]:
-    """Yields when this process is to be ended, for what has arrived."""
-    if _context == "passed_on":  # those that it is passed on to are looked after
+def _leave(number: int, arrived: float) -> None:
+    """Ends this process after a second signal; not after Ctrl-C whose handler was called, since that raises."""
+    time.sleep(_SECONDS_TO_LEAVE)
+    if number == INTERRUPT and _handled.get(number, 0.0) >= arrived:
         return
-    number, since = arrived[-1] if len(arrived) > 1 else (0, 0.0)
-    if number == INTERRUPT:  # whose handler raises, where there is one
-        if _noted.count(number) < sum(known == number for known, _ in arrived):
-            yield since + _SECONDS_TO_LEAVE
-    elif number:
-        yield since + _SECONDS_TO_LEAVE * (_context != "awaited")
-
-
-def _leave(number: int) -> None:
-    time.sleep(_SECONDS_TO_RAISE_AGAIN)  # a handler may be about to run
     if number not in _noted:
         name = signal.Signals(number).name
         sys.stderr.write(f"error: ended by {name}, which the main thread did not note: it waits in native code\n")
@@ -298,7 +261,7 @@ def _leave(number: int) -> None:
 
 
 def _forget() -> None:
-    """Keeps the signals of a forked process from its parent's pipe, and those of its parent from it."""
+    """Keeps the signals of a forked process from its parent's pipe, and its parent's signals from it."""
     global _context, _pipe
     _noted.clear()
     _raised.clear()

@@ -156,19 +156,16 @@ def describe_stacks(stacks: Mapping[str, str]) -> str:
 
 
 def _place_of(stack: str) -> tuple[str, bool]:
-    """Returns the innermost line of a user's code, and whether a thread is there, not in what that calls.
+    """Returns the innermost line of a user's code in the main thread, and whether it is there, not in what that calls.
 
-    Of the main thread, which is written last; or of one in which the kit calls the user's code.
+    `stack`: of all threads, the main one last.
     """
-    *others, main = (_FRAME.findall(thread) for thread in stack.strip().split("\n\n"))
-    for frames in [main, *others]:
-        own = [frame for frame in frames if not error_text.is_standard(frame[0])]
-        is_of_run = frames is main or any(error_text.is_of_kit(path) for path, *_ in own)
-        if own and is_of_run and error_text.is_of_user(own[0][0]):
-            return _shown(own[0]), True
-    return next(
-        (_shown(frame) for frame in main if error_text.is_of_user(frame[0])), _shown(main[0]) if main else ""
-    ), False
+    frames = _FRAME.findall(stack.strip().split("\n\n")[-1])
+    own = [frame for frame in frames if not error_text.is_standard(frame[0])]
+    if own and error_text.is_of_user(own[0][0]):
+        return _shown(own[0]), True
+    of_user = (frame for frame in frames if error_text.is_of_user(frame[0]))
+    return _shown(next(of_user, frames[0])) if frames else "", False
 
 
 def _shown(frame: tuple[str, str, str]) -> str:

@@ -9,7 +9,6 @@ import multiprocessing.forkserver
 import os
 import pickle
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kerasdp.config import Config
-from kerasdp.errors import RunError, UserError, WorkerError
+from kerasdp.errors import RunError, WorkerError
 from kerasdp.processes import hardware, outcome, signals, watchdog
 from kerasdp.processes.outcome import Outcome, Place
 from kerasdp.processes.sending import SentResult, not_run_again, sent
@@ -30,12 +29,10 @@ _SECONDS_TO_END = 5.0
 # A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
 # that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
-# After a signal, and after a second one: what still runs is killed. Kubernetes waits for 30 s, Docker for 10 s.
-_SECONDS_TO_STOP, _SECONDS_TO_STOP_AGAIN = 20.0, 5.0
+# Workers that have not noted a signal by then are killed. Kubernetes waits for 30 s.
+_SECONDS_TO_STOP = 20.0
 # For each to write where it stands.
 _SECONDS_TO_WRITE = 1.0
-# Of where it is, how it ends and what it returns.
-_BYTES_OF_A_WORKER = 2**17
 # What a process reads of its environment when it imports a framework: a server that has imported it is of no use to
 # workers that are to have it otherwise.
 _OF_IMPORTS = ("KERAS_", "CUDA_", "PYTHON", "LD_")
@@ -80,20 +77,16 @@ def run_workers(
         names: of the processes, for errors.
         variables: returns what a process has in its environment besides what is here, by its number.
         preload: modules that each process needs. A server imports them once, and forks for each process, in this run
-            and later ones. None: each process starts anew, as those must that use a GPU which is in use here.
+            and later ones. None: each process starts by itself, as it must to use a GPU which is in use here.
 
     Raises:
-        UserError: if an argument refers to something that cannot be sent, or the disk is full.
+        UserError: if an argument refers to something that cannot be sent.
         RunError: of the first process that failed. All others are ended first.
         SystemExit: if the processes were ended by a signal that this one got, too.
     """
     with contextlib.ExitStack() as stack:
         given = [stack.enter_context(sent(value)) if callable(value) else value for value in args]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True))
-        disk = shutil.disk_usage(folder)
-        if disk.total and disk.free < len(names) * _BYTES_OF_A_WORKER:  # they could not say how they end
-            where = tempfile.gettempdir()
-            raise UserError(f"{disk.free >> 10} KiB are free in {where}: make room, or set TMPDIR to another folder")
         places = [Place(folder, number, len(names)) for number in range(len(names))]
         environment = dict(os.environ)
         context: Any = multiprocessing.get_context("spawn" if preload is None else _server(preload))
@@ -143,7 +136,7 @@ class Workers:
             RunError: if one fails, or nothing moves in one.
             SystemExit: if they end because of a signal, or call `sys.exit`.
         """
-        failed_since = 0.0
+        failed_since = signalled_since = 0.0
         while True:
             living = self.living()
             multiprocessing.connection.wait([each.sentinel for each in living], _SECONDS_BETWEEN_LOOKS)
@@ -154,8 +147,15 @@ class Workers:
                     raise self._error(*failed) from None
             elif not living:
                 return
-            elif error := self._hanging() or self._ignored_signal():
+            elif error := self._hanging():
                 raise error
+            elif (number := signals.noted()) is not None:
+                signalled_since = signalled_since or time.monotonic()
+                is_ignored = not all(map(outcome.has_noted_signal, self._places))
+                if is_ignored and time.monotonic() - signalled_since > _SECONDS_TO_STOP:
+                    where = watchdog.describe_stacks(self._stacks())
+                    print(f"{number.name} was ignored: {where}; killed", file=sys.stderr, flush=True)
+                    raise SystemExit(128 + number)
 
     def _hanging(self) -> WorkerError | None:
         """Returns the error of a run in which nothing moves, and prints where each worker stands."""
@@ -167,20 +167,6 @@ class Workers:
             print(f"{name}:\n{stack.strip()}", file=sys.stderr, flush=True)
         where = watchdog.describe_stacks(stacks)
         return WorkerError(f"{where}: nothing moved for {seconds} s; a higher --hang_timeout waits longer")
-
-    def _ignored_signal(self) -> SystemExit | None:
-        """Returns the end of workers that have not noted a signal that was passed on to them, or a second one."""
-        passed = signals.seconds_since_passed_on()
-        if not passed:
-            return None
-        number, seconds = passed[0]
-        again = [since for _, since in passed[1:] if seconds - since > signals.SECONDS_OF_ONE]
-        have_noted = all(map(outcome.has_noted_signal, self._places))
-        if (seconds <= _SECONDS_TO_STOP or have_noted) and max(again, default=0.0) <= _SECONDS_TO_STOP_AGAIN:
-            return None
-        words, name = watchdog.describe_stacks(self._stacks()), signal.Signals(number).name
-        print(f"{name} was ignored for {seconds:.0f} s: {words}; killed", file=sys.stderr, flush=True)
-        return SystemExit(128 + number)
 
     def _stacks(self) -> dict[str, str]:
         """Returns where each living worker stands, by its name."""
@@ -209,21 +195,17 @@ class Workers:
         number, ended = first
         name = self.processes[number].name
         error = ended and ended.as_error(name)
-        if isinstance(error, SystemExit):
-            if error.code and len(self.processes) > 1:
-                print(f"{name} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
-            return error
-        # If all raise, the first worker may know more: which checkpoint is left, say.
-        if error and not isinstance(error, WorkerError):
+        if isinstance(error, SystemExit) and error.code and len(self.processes) > 1:
+            print(f"{name} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+        if error and not isinstance(error, WorkerError | SystemExit):
+            # If all raise, the first worker may know more: which checkpoint is left, say.
             of_rank0 = [each.as_error(name) for other, each in others if other == 0 and each]
             return next((each for each in of_rank0 if not isinstance(each, WorkerError | SystemExit)), error)
         if error:
             return error
-        signals.leave_as(exit_code := self.processes[number].exitcode or 0)
-        if exit_code == 0:
-            return WorkerError(f"{name} ended by itself, without an error")
-        why = ": is the system short of memory?" if exit_code == -signal.SIGKILL else ""
-        return WorkerError(f"{name} {outcome.how_it_ended(exit_code)}{why}")
+        if (signal_number := signals.noted()) is not None:
+            return SystemExit(128 + signal_number)
+        return WorkerError(f"{name} {outcome.how_it_ended(self.processes[number].exitcode or 0)}")
 
 
 def _write_result(result: Any) -> None:
@@ -236,10 +218,20 @@ def _write_result(result: Any) -> None:
 
 
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
-    """Runs in a worker."""
+    """Runs in a worker, which leaves its files at a place."""
     os.environ.clear()
     os.environ.update(environment)
-    _begin_worker(place)
+    end_with_parent()
+    hardware.keep_memory(os.environ.get("KERAS_BACKEND", ""))
+    # Lets what `train` starts, such as a DataLoader's workers, start as in any program: a process that was spawned
+    # spawns its own ones, to which classes of a script or a notebook cannot be sent.
+    usual, *_ = multiprocessing.get_all_start_methods()
+    multiprocessing.set_start_method(usual, force=True)
+    outcome.begin(place)
+    watchdog.begin(place)
+    # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Not SIG_IGN, which programs
+    # that are started here would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
     try:
         _write_result(function(*args))
         return
@@ -313,18 +305,3 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-
-
-def _begin_worker(place: Place) -> None:
-    """Makes this process a worker, which leaves its files at a place."""
-    end_with_parent()
-    hardware.keep_memory(os.environ.get("KERAS_BACKEND", ""))
-    # Lets what `train` starts, such as a DataLoader's workers, start as in any program: a process that was spawned
-    # spawns its own ones, to which classes of a script or a notebook cannot be sent.
-    usual, *_ = multiprocessing.get_all_start_methods()
-    multiprocessing.set_start_method(usual, force=True)
-    outcome.begin(place)
-    watchdog.begin(place)
-    # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Not SIG_IGN, which programs
-    # that are started here would inherit.
-    signal.signal(signal.SIGINT, lambda *_: None)

@@ -16,7 +16,7 @@ CASES = {
     "has_less_data": r"\b64\b.*\b56\b",
     "has_other_weights": "weight|variable|bias",
     "evaluates_before_fit": "evaluate",
-    RAISES: "process 1 failed: .*the second host gives up|another process of the run has gone",
+    RAISES: "error: another process of the run has gone|stopped sending heartbeats",  # of the kit, or of JAX
     "stops_within": ENDS_TOGETHER,  # what one rank decides is what all do
 }
 
@@ -46,9 +46,8 @@ def two_hosts(backend, case, **changes):
 
 @pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_choice_that_differs_is_named_on_every_host(backend):
-    """As a version is: both are compared as one record. On jax a host may hear of the other's end before its own."""
-    begin = r"^error: (\S+, process [01] failed: )?launch .*: "
-    words = f"{begin}expected the same seed on all ranks. Received: 0 on rank 0, 7 on rank 1; give each"
+    """As a version is: both are compared as one record."""
+    words = "^error: launch .*: expected the same seed on all ranks. Received: 0 on rank 0, 7 on rank 1; give each"
     for done in two_hosts(backend, "nothing", seed=7):
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert re.search(words, done.stderr, re.MULTILINE), done.stderr
@@ -63,6 +62,8 @@ def test_what_host_1_does_otherwise_is_named_on_every_host(backend, case):
         return
     if case == RAISES:  # a stack, as of any error of a program's own
         assert "RuntimeError: the second host gives up" in done.pop().stderr
+        assert done[0].returncode and re.search(CASES[case], done[0].stderr), done[0].stderr
+        return
     for each in done:
         text = each.stdout + each.stderr
         errors = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -70,7 +71,7 @@ def test_what_host_1_does_otherwise_is_named_on_every_host(backend, case):
         assert each.returncode in (1, 2) and errors and "Traceback" not in text, text
         assert re.search(CASES[case], errors[0]), errors[0]
     # Both may say the same; at least one names who does what.
-    assert case == RAISES or re.search("process 1|rank 1", done[0].stderr), done[0].stderr
+    assert re.search("process 1|rank 1", done[0].stderr), done[0].stderr
 
 
 @pytest.mark.parametrize("backend", HOST_BACKENDS)

@@ -114,7 +114,7 @@ def resume(backend, hosts, tmp_path):
 
 
 @pytest.mark.parametrize("backend", HOST_BACKENDS)
-def test_an_error_on_one_host_ends_the_others_with_it(backend):
+def test_an_error_on_one_host_ends_the_others(backend):
     with netns.network(2) as hosts:
         begin = time.monotonic()
         processes = on_hosts(hosts, devices=1, backend=backend, fails=True, hang_timeout=60, epochs=40)
@@ -122,4 +122,3 @@ def test_an_error_on_one_host_ends_the_others_with_it(backend):
     print(f"\n{backend}: ends after {own[2]:.1f} and {other[2]:.1f} s: {WORDS.findall(other[1])[:4]}")
     assert own[0] and other[0] and "bad luck" in own[1], own[1]
     assert other[2] - own[2] < 20
-    assert backend == "torch" or "host1, process 1 failed: ValueError: bad luck" in other[1], other[1]

@@ -112,7 +112,7 @@ def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end)
         assert left == [] and seconds < seconds_to_end
         if number == signal.SIGTERM:
             assert process.returncode == 128 + signal.SIGTERM
-            assert re.search(r"SIGTERM was ignored for 2\d s: rank 0 hangs at .*, in <lambda>, rank 1 .*; killed", said)
+            assert re.search(r"SIGTERM was ignored: rank 0 hangs at .*, in <lambda>, rank 1 .*; killed", said)
 
 
 @pytest.mark.parametrize("name", [BACKENDS[0], pytest.param(BACKENDS[-1], marks=pytest.mark.proof)])

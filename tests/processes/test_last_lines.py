@@ -12,31 +12,32 @@ from tests.helpers import BACKENDS, PROGRAMS, finish, killed_at_the_end, left_af
 
 SCRIPT = """
 import kerasdp
-def train():
+def train(runner):
     raise AssertionError("not reached")
 """
 
 
-def ended(call="kerasdp.launch(train)", **extra):
+def ended(call="kerasdp.launch(train, num_devices=0)", **extra):
     return run("-c", SCRIPT + call, **extra)
 
 
 def test_a_scripts_error_is_a_line():
     done = ended()
-    words = "launch: expected a function of one argument, as train(runner). Received: train()"
+    words = "num_devices: expected a whole number of at least 1. Received: 0"
     assert (done.returncode, done.stderr) == (2, f"error: {words}\n")
 
 
 def test_frames_are_shown_if_asked_for():
     first, *_, last = ended(KERASDP_TRACEBACK="1").stderr.splitlines()
-    assert first == "Traceback (most recent call last):" and last.startswith("kerasdp.errors.UserError: launch:")
+    assert first == "Traceback (most recent call last):" and last.startswith("kerasdp.errors.UserError: num_devices:")
 
 
 def test_an_error_can_be_caught_and_other_errors_have_their_frames():
     catching = "try: raise kerasdp.PreemptedError('saved')\nexcept kerasdp.RunError as error: print(error.exit_code)\n"
-    catching += "try: kerasdp.launch(train)\nexcept kerasdp.UserError as error: print(error)\nraise KeyError('mine')"
+    catching += "try: kerasdp.launch(train, num_devices=0)\nexcept kerasdp.UserError as error: print(error)\n"
+    catching += "raise KeyError('mine')"
     done = ended(catching)
-    assert done.stdout.startswith("99\nlaunch: expected a function of one argument")
+    assert done.stdout.startswith("99\nnum_devices: expected a whole number")
     assert "line 9, in <module>" in done.stderr and done.stderr.endswith("KeyError: 'mine'\n")
 
 

@@ -1,6 +1,5 @@
 """What `train` returns comes back from worker processes, or is saved in a file that is named."""
 
-import json
 import re
 import tempfile
 import threading
@@ -62,23 +61,18 @@ def test_what_was_trained_is_saved_if_it_cannot_be_sent(tmp_path):
     arguments = (PROGRAMS / "returned.py", "torch", 2, tmp_path / "run", "without_config")
     text = result_of(run(*arguments, backend="torch"))
     assert text.startswith("train returned a dict, which cannot be sent from a worker process (Object WithoutConfig")
-    weights, history = re.findall(re.escape(f"{tmp_path / 'run'}/returned-") + r"[^,;]+", text)
+    (weights,) = re.findall(re.escape(f"{tmp_path / 'run'}/returned-") + r"[^,;]+", text)
     with h5py.File(weights) as file:
         assert [file[f"dense/vars/{number}"].shape for number in range(2)] == [(8, 2), (2,)]
-    with open(history) as file:
-        losses = json.load(file)["loss"]
-    assert losses[0] > losses[1]
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="others train in the process that gets the result")
 def test_what_was_trained_is_saved_if_the_temporary_folder_is_full(tmp_path):
     text = result_of(run(PROGRAMS / "returned.py", "torch", 2, tmp_path / "run", "large", backend="torch"))
     assert text.startswith(f"train returned a dict, for which there is no room in {tempfile.gettempdir()} ([Errno 27] ")
-    model, history = re.findall(re.escape(f"{tmp_path / 'run'}/returned-") + r"[^,;]+", text)
+    (model,) = re.findall(re.escape(f"{tmp_path / 'run'}/returned-") + r"[^,;]+", text)
     with zipfile.ZipFile(model) as file:
         assert "model.weights.h5" in file.namelist()
-    with open(history) as file:
-        assert len(json.load(file)["loss"]) == 2
 
 
 def test_functions_and_classes_within_a_model_come_with_it():
@@ -113,11 +107,9 @@ def test_classes_of_one_name_are_not_taken_for_each_other(tmp_path):
 
 def test_a_model_that_cannot_be_made_in_the_callers_process_is_saved_there(tmp_path):
     model, history = trained(MadeHereAlone)
-    with pytest.raises(UserError, match="cannot be made anew in this process .*made here alone") as refused:
+    with pytest.raises(UserError, match="cannot be made in this process .*made here alone") as refused:
         SentResult([history, model], str(tmp_path)).received()
-    losses, weights = re.findall(re.escape(str(tmp_path)) + r"[^,;]+", str(refused.value))
-    with open(losses) as file:
-        assert json.load(file) == history.history
+    (weights,) = re.findall(re.escape(str(tmp_path)) + r"[^,;]+", str(refused.value))
     other, _ = trained()
     other.load_weights(weights)
     np.testing.assert_array_equal(other.get_weights()[0], model.get_weights()[0])

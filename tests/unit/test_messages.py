@@ -52,18 +52,3 @@ def test_only_while_the_command_line_runs(in_python, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: use --gpus=2\n"
     with pytest.raises(UserError, match="^num_devices: expected a whole number of at least 1. Received: 0$"):
         Config(num_devices=0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"gpus": 2}, "launch: there is no argument 'gpus'; did you mean num_devices=2?"),
-        ({"lr": 0.1}, "launch: there is no argument 'lr'; help(kerasdp.Config) lists all of them"),
-        ({"batch": 8}, "did you mean batch_size=8?"),
-        ({"bakend": "jax"}, "did you mean backend='jax'?"),
-    ],
-)
-def test_arguments_by_another_name(arguments, words, in_python):
-    with pytest.raises(UserError) as caught:
-        kerasdp.launch(print, **arguments)
-    assert words in str(caught.value)

@@ -57,7 +57,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
     elif cluster and jax.process_count() == 1:
         raise AlreadyStartedError("JAX has already started in one process")
-    with processes.failing_together(cluster):
+    with processes.ending_soon(cluster):
         if cluster:
             processes.join(cluster, config)
         kind, num_found = _find_accelerators(config)  # which starts JAX, if nothing has
@@ -105,7 +105,7 @@ def make_deterministic() -> None:
 
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Calls `worker(devices, settings, train)` in this process, which drives all devices of its machine."""
-    with processes.failing_together(devices.cluster):
+    with processes.ending_soon(devices.cluster):
         return worker(devices, settings, train)
 
 

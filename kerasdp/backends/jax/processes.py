@@ -7,13 +7,10 @@ use it, and it needs no program on the devices.
 import atexit
 import collections
 import contextlib
-import functools
 import itertools
 import os
 import pickle
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -23,7 +20,6 @@ import jax
 from kerasdp.backends.jax import private
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.errors import PreemptedError, UserError, WorkerError
-from kerasdp.processes import outcome
 from kerasdp.processes.error_text import lost_process
 from kerasdp.processes.ranks import Cluster, Environment, number_in, require_same
 
@@ -31,11 +27,9 @@ T = TypeVar("T")
 
 # A process that is silent for so long is dead for JAX, which then ends the others.
 _SECONDS_OF_HEARTBEAT = 10
-# A process that fails stays so long, so that the others hear of it first.
-_SECONDS_BETWEEN_LOOKS, _SECONDS_TO_HEAR = 0.5, 2.0
+# A process that fails stays so long: with process 0 the service ends, and the others, which may have the same error.
+_SECONDS_TO_STAY = 2.0
 _NEVER = 10**6  # seconds: longer than any run
-# The error of the process that fails first.
-_FAILED = "kerasdp/failed"
 _OF_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _INITIALIZE = "jax.distributed.initialize"
 
@@ -99,15 +93,15 @@ def join(cluster: Cluster, config: Config) -> None:
             raise UserError(
                 f"the {cluster.num_processes} processes of {cluster.source} do not meet: {reason}"
             ) from error
-    _begin_to_hear()
     require_same(JaxProcesses(config), config)
 
 
 @contextlib.contextmanager
-def failing_together(cluster: Cluster | None) -> Iterator[None]:
-    """Lets the others end with the error of this process, for which JAX (0.10.2) would let them wait five minutes.
+def ending_soon(cluster: Cluster | None) -> Iterator[None]:
+    """Lets a process that fails end soon: at the end of a program JAX (0.10.2) waits five minutes for the others.
 
-    `cluster`: of the run; None: it is this process's alone.
+    These find its connections closed, or no more signs of life of it. `cluster`: of the run; None: it is this process's
+    alone.
     """
     try:
         yield
@@ -115,48 +109,17 @@ def failing_together(cluster: Cluster | None) -> Iterator[None]:
         is_end = isinstance(error, SystemExit) and not error.code
         if cluster is not None and not is_end and not isinstance(error, PreemptedError | KeyboardInterrupt):
             lost = lost_process(error)
-            _announce(lost or error)
+            time.sleep(_SECONDS_TO_STAY)
+            atexit.register(_leave, getattr(lost or error, "exit_code", 1))
             if lost is not None:
                 raise lost from error
         raise
-
-
-def _announce(error: BaseException) -> None:
-    words = f"{socket.gethostname()}, process {private.joined()[0]} failed: {outcome.line_of(error)}"
-    kind = outcome.kind_of(error) or WorkerError
-    with contextlib.suppress(Exception):  # another was first, or process 0 is gone
-        private.key_values().key_value_set_bytes(_FAILED, pickle.dumps((private.joined()[0], kind(words))))
-    time.sleep(_SECONDS_TO_HEAR)
-    # At the end of a program JAX waits for all processes, and ends by SIGABRT if they do not come.
-    atexit.register(_leave, getattr(error, "exit_code", 1))
 
 
 def _leave(exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-@functools.cache  # once in a program
-def _begin_to_hear() -> None:
-    is_over = threading.Event()
-    thread = threading.Thread(target=_hear, args=(is_over,), daemon=True, name="errors of other processes")
-    thread.start()
-    # A thread that is in JAX's native code as the program ends would end it by SIGABRT.
-    atexit.register(thread.join)
-    atexit.register(is_over.set)  # which is called before it
-
-
-def _hear(is_over: threading.Event) -> None:
-    """Ends this process for the error of another, in a thread: the main thread may wait for that one in native code."""
-    while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has failed
-            process, error = pickle.loads(private.key_values().key_value_try_get_bytes(_FAILED))
-            if process == private.joined()[0]:
-                return
-            if private.joined()[0] == 0:  # with which the store ends, and what still needs it, by SIGABRT
-                time.sleep(2 * _SECONDS_TO_HEAR)
-            outcome.leave_with(error)
 
 
 _number_of_exchange = itertools.count()  # the same on all: they begin the same runs, in the same order
