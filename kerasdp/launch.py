@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp.checkpoint.storage import is_url, locked_folder, removed_if_empty, require_folder
+from kerasdp.checkpoint.storage import is_url, locked_folder, require_folder
 from kerasdp.config import BACKENDS, HANG_TIMEOUT, Config
 from kerasdp.config.config import CHECKPOINTS
 from kerasdp.errors import (
@@ -148,7 +148,7 @@ def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
     """Makes the folders of a run, and keeps other runs out of them."""
     workdir = settings.workdir and os.path.abspath(settings.workdir)
     place, resume = settings.checkpoint_dir, settings.resume
-    with removed_if_empty(workdir), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if workdir is not None:
             require_folder(workdir, resume, "workdir", CHECKPOINTS)
         if place is not None:

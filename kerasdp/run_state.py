@@ -4,7 +4,7 @@ import contextlib
 import enum
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
@@ -96,7 +96,8 @@ class RunState:
         self.epoch_rates: list[float] = []
         self.is_epoch_cut = self.was_over = False
         self._resume_point = Position(0, 0)
-        self._resume_images, self._resume_seconds = 0, 0.0
+        # Images and seconds of the resumed epoch before the resume point.
+        self._trained_before = 0, 0.0
         # When the epoch began, and how long its training part took; None outside of an epoch, and until it is over.
         self._clock: float | None = None
         self._seconds: float | None = None
@@ -111,15 +112,7 @@ class RunState:
             self.batch_size = kept
 
     def resume(
-        self,
-        step: int,
-        position: Position,
-        *,
-        was_stopped: bool = False,
-        epoch_seconds: Iterable[float] = (),
-        epoch_rates: Iterable[float] = (),
-        images: int = 0,
-        seconds: float = 0.0,
+        self, step: int, position: Position, *, was_stopped: bool = False, measured: dict[str, Any] | None = None
     ) -> None:
         """Continues the training of a checkpoint. Call between `begin_fit` and the first epoch.
 
@@ -127,15 +120,13 @@ class RunState:
             step: after which it was saved.
             position: of its next batch.
             was_stopped: whether a callback had ended the training there.
-            epoch_seconds: of the epochs that are over.
-            epoch_rates: likewise.
-            images: of the epoch in which it was saved, up to there.
-            seconds: likewise.
+            measured: what `measurements` returned there.
         """
         self.step = self.first_step = step
         self._resume_point, self.epoch = position, position.epoch
-        self.epoch_seconds, self.epoch_rates = list(epoch_seconds), list(epoch_rates)
-        self._resume_images, self._resume_seconds = images, seconds
+        measured = self.measurements() | (measured or {})
+        self.epoch_seconds, self.epoch_rates = list(measured["epoch_seconds"]), list(measured["epoch_rates"])
+        self._trained_before = measured["images"], measured["seconds"]
         is_at_end = was_stopped or position.epoch >= self.epochs or self.is_at_last_step
         self.was_over = not position.batch and is_at_end
 
@@ -143,8 +134,8 @@ class RunState:
         """Starts an epoch and its clock."""
         self.epoch, self.is_epoch_cut = epoch, False
         self.batch = self.num_skipped
-        self.epoch_images, done = self._resume_images, self._resume_seconds
-        self._resume_images, self._resume_seconds = 0, 0.0
+        self.epoch_images, done = self._trained_before
+        self._trained_before = 0, 0.0
         self._clock, self._seconds = time.perf_counter() - done, None
 
     def after_step(self, loss: Any, indices: Any, seen: dict[str, Any], learning_rate: Any = None) -> None:
@@ -234,7 +225,7 @@ class RunState:
 
     def remove_listener(self, listener: StepListener) -> None:
         """Ends what `add_listener` began; nothing if it is over already."""
-        if listener in self._listeners:
+        with contextlib.suppress(ValueError):
             self._listeners.remove(listener)
 
 

@@ -1,73 +1,49 @@
 """Decides when a checkpoint of a `fit` is written, and resumes from one."""
 
-import contextlib
 import dataclasses
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
-from kerasdp.checkpoint.files import Checkpoint, require
+from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import Config, versions
-from kerasdp.errors import CheckpointError, PreemptedError, UserError, way_to_resume
+from kerasdp.data.batch import Reader
+from kerasdp.errors import PreemptedError, UserError, way_to_resume
 from kerasdp.keras_compat.models import set_monitor_direction
 from kerasdp.processes import signals
 from kerasdp.processes.ranks import Processes
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.run_state import Position, RunState
+from kerasdp.step.contract import Strategy
 
-# The fields that the state in a checkpoint must have.
-_NEEDED = ("epoch", "batch", "stopped", "best", "identity", "recorder", "callbacks", "saved_by")
 # What a rank requests; the maximum over the ranks is what happens.
 _NOTHING, _SAVE, _END = range(3)
 
 
-def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
-    """Returns path and content of the newest checkpoint of a folder, on all ranks; None if there is none.
-
-    It is the one that rank 0 finds to be valid. What is newer and cannot be used stays where it is.
+def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], folder: str) -> Checkpoint | None:
+    """Gives a model and its optimizer the values of the newest checkpoint of a folder; returns it, or None.
 
     Raises:
-        UserError: if none of several can be used, or a rank does not find the one of rank 0.
+        UserError: if none of several can be used, the ranks find different ones, or it belongs to another run.
     """
-    found = files.load_newest(folder, report.warn) if processes.rank == 0 else None
-    path, *_ = processes.all_gather_object(None if found is None else found[0])
-    if processes.num_processes == 1:
-        return found
-    if processes.rank and path:
-        with contextlib.suppress(CheckpointError, OSError):
-            found = path, files.load(path)
-    own = "none" if found is None else files.checksum_of(found[1])
-    if processes.rank and not path and files.paths_in(folder):
-        own = "others"
-    of_all = processes.all_gather_object((own, socket.gethostname()))
-    for rank, (theirs, machine) in enumerate(of_all):
-        if theirs != of_all[0][0]:
+    found = files.load_newest(folder, report.warn if processes.rank == 0 else lambda text: None)
+    own = socket.gethostname(), found and found[1].checksum
+    (first, expected), *others = processes.all_gather_object(own)
+    for machine, checksum in others:
+        if checksum != expected:
             raise UserError(
-                f"--resume: {path or folder} is {'missing' if theirs == 'none' else 'another one'} on {machine} (rank "
-                f"{rank}), as rank 0 sees it on {of_all[0][1]}; every machine reads it: put --workdir where all see "
-                "it, or copy it to each"
+                f"--resume: the newest checkpoint in {folder} is not the same on {first} and {machine}; put --workdir "
+                "where every machine sees it, or copy it to each"
             )
-    return found
-
-
-def resume(
-    processes: Processes, model: keras.Model, identity: dict[str, Any], found: tuple[str, Checkpoint]
-) -> Checkpoint:
-    """Gives a model and its optimizer the values of the checkpoint that `newest` found; returns it.
-
-    Raises:
-        UserError: if it is the checkpoint of another run.
-        CheckpointError: if it lacks something.
-    """
-    path, saved = found
-    require(path, saved.state, *_NEEDED)
+    if found is None:
+        return None
+    _, saved = found
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
     without = training_state.frozen(model) if training_state.FROZEN in identity else {}
@@ -75,7 +51,7 @@ def resume(
     return saved
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Checkpointer:
     """Writes a checkpoint when one is due, and when a signal asks the run to end.
 
@@ -83,21 +59,20 @@ class Checkpointer:
     rank 0 writes: the state is the same on all.
 
     Args:
+        reader: of the data.
         stateful: the callbacks whose state is saved.
-        read: see `kerasdp.step.contract.Strategy.read`.
-        data_state: returns, in JSON, what the data needs to continue with a batch of an epoch.
+        identity: what must be the same for a run to resume.
+        folder: or URL, of the checkpoints.
         resumed: the checkpoint from which the run resumes, or None.
     """
 
     config: Config
+    strategy: Strategy
     run_state: RunState
-    recorder: Recorder
     model: keras.Model
+    reader: Reader
+    recorder: Recorder
     stateful: list[keras.callbacks.Callback]
-    processes: Processes
-    num_devices: int
-    read: training_state.Read
-    data_state: Callable[[int, int], Any]
     identity: dict[str, Any]
     folder: str
     resumed: Checkpoint | None
@@ -111,6 +86,7 @@ class Checkpointer:
         self._last_time = time.monotonic()
         self._last_saved, self._last_step = -1, self.run_state.step
         self._train_metrics: dict[str, Any] = {}
+        self.processes = self.strategy.processes
         is_chief = self.processes.rank == 0
         self._architecture = training_state.architecture_of(self.model) if is_chief else None
         self.writer = files.Writer(self.folder, self.config.keep, report.warn) if is_chief else None
@@ -121,15 +97,14 @@ class Checkpointer:
         """Gives the callbacks their saved state. Call after their `on_train_begin`, in which they reset it."""
         for callback in self.stateful:
             set_monitor_direction(callback)
-        for known, callback in zip(self._begin, self.stateful):
-            after = training_state.plain_attributes(callback)
-            for name in [name for name in known if after.get(name) != known[name]]:
-                del known[name]
+        # Without the attributes that it has set: they are always saved.
+        self._begin = [
+            dict(known.items() & training_state.plain_attributes(callback).items())
+            for known, callback in zip(self._begin, self.stateful)
+        ]
         if self.resumed:
-            states = self.resumed.state["callbacks"]
-            left = training_state.restore_callbacks(self.stateful, states, self.resumed.arrays, self.model)
-            if left and self.writer:
-                report.warn(f"--resume: not restored: {', '.join(left)}; what this run has there stays")
+            saved = self.resumed
+            training_state.restore_callbacks(self.stateful, saved.state["callbacks"], saved.arrays, self.model)
         self._unsaved = [training_state.unsaved_attributes(callback) for callback in self.stateful]
 
     def begin_epoch(self) -> None:
@@ -156,9 +131,7 @@ class Checkpointer:
     def keep_metrics(self) -> None:
         """Keeps the training metrics. Call before an evaluation, which resets them."""
         known = training_state.variables_of(self.model, ("metrics",))
-        values: Iterable[Any] = map(training_state.to_numpy, known.values())
-        if self.config.shard != "none":
-            values = self.read(self.model, list(known.values()), training_state.to_numpy)
+        values = self.strategy.read(self.model, list(known.values()), training_state.to_numpy)
         self._train_metrics = dict(zip(known, values))
 
     def after_test_step(self) -> None:
@@ -185,10 +158,10 @@ class Checkpointer:
     def _is_best(self, logs: dict[str, Any]) -> bool:
         """Returns whether the model is the best so far, by validation loss, else by training loss."""
         name = "val_loss" if "val_loss" in logs else "loss"
-        score, known = logs.get(name), self.best or {"name": "loss", "score": math.inf}
+        score = logs.get(name)
         if not isinstance(score, float) or not math.isfinite(score):
             return False
-        if name == known["name"] and score >= known["score"] or name == "loss" and known["name"] == "val_loss":
+        if self.best and (name == "loss", score) >= (self.best["name"] == "loss", self.best["score"]):
             return False
         self.best = {"name": name, "score": score}
         return True
@@ -210,13 +183,15 @@ class Checkpointer:
         step = self.run_state.step
         is_known = step == self._last_saved and not is_best and position.batch
         is_written = self.writer is not None and not is_known and (wait or not self.writer.is_busy)
+        # Where each rank holds a part of the model all take part in reading it.
+        if not is_written and self.config.shard == "none" and self.config.strategy == "data":
+            return
         if is_written:
             self.recorder.catch_up()  # raises if a loss is not a number
-        variables = {}
-        if is_written or self._reads_together:
-            without, known = self._left_out(), training_state.variables_of(self.model)
-            variables = {name: variable for name, variable in known.items() if name not in without}
-        values = self.read(self.model, list(variables.values()), training_state.to_numpy if is_written else None)
+        without, known = self._left_out(), training_state.variables_of(self.model)
+        variables = {name: variable for name, variable in known.items() if name not in without}
+        take = training_state.to_numpy if is_written else None
+        values = self.strategy.read(self.model, list(variables.values()), take)
         if self.writer is None or not is_written:
             return
         arrays = dict(zip(variables, values, strict=True)) | self._train_metrics
@@ -226,28 +201,19 @@ class Checkpointer:
             "step": step,
             "epoch": position.epoch,
             "batch": position.batch,
-            "data": self.data_state(position.epoch, position.batch),
+            "data": self.reader.saved_state(position.epoch, position.batch),
             "stopped": is_stopped,
             "best": self.best,
             "identity": self.identity,
             "recorder": self.recorder.saved_state(),
             "callbacks": training_state.callback_states(self.stateful, self._begin, arrays, self.model),
-            "saved_by": {
-                "backend": self.config.backend,
-                "devices": self.num_devices,
-                "precision": self.config.precision,
-            },
+            "saved_by": {"backend": self.config.backend, "devices": self.recorder.facts.num_devices},
             "config": self.config.as_dict(),
             "architecture": self._architecture,
             "versions": versions(),
         }
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
         self._last_saved = step
-
-    @property
-    def _reads_together(self) -> bool:
-        """Returns whether each rank holds some of what a checkpoint takes."""
-        return self.config.shard != "none" or self.config.strategy != "data"
 
     def _left_out(self) -> dict[str, Any]:
         """Returns the weights of the model that checkpoints of this run leave out, by name: none by default.
@@ -257,8 +223,7 @@ class Checkpointer:
         """
         if self.config.checkpoint_weights == "all":
             return {}
-        read = self.read if self._reads_together else None
-        if training_state.digest_of_frozen(self.model, read) != self.identity[training_state.FROZEN]:
+        if training_state.digest_of_frozen(self.model, self.strategy.read) != self.identity[training_state.FROZEN]:
             raise UserError(
                 f"--checkpoint_weights=trained: frozen weights of {self.model.name}, which no checkpoint holds, have "
                 "changed, or others were frozen, since the training began; leave it out"
@@ -273,7 +238,7 @@ class Checkpointer:
             for name, value in training_state.unsaved_attributes(callback).items()
             if before.get(name) != value
         ]
-        new = [name for name in dict.fromkeys(changed) if name not in self._warned]
+        new = sorted(set(changed) - self._warned)
         if new:
             self._warned.update(new)
             report.warn(

@@ -2,8 +2,7 @@
 
 A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors): arrays by name after a
 JSON header, no pickle, readable by many tools. What is not an array is in the header as JSON. The format has no
-checksum, so the header carries one of everything else, the number of the format included. A file may come from anybody:
-each field is checked before it is used.
+checksum, so the header carries one of everything else, the number of the format included.
 """
 
 import dataclasses
@@ -34,10 +33,12 @@ class Checkpoint:
     Args:
         arrays: by name; floats and whole numbers of any size.
         state: all else, as JSON can hold it; `step` is the number of updates made.
+        checksum: of the file from which it was loaded.
     """
 
     arrays: dict[str, np.ndarray]
     state: dict[str, Any]
+    checksum: str = ""
 
 
 def path_of(folder: str, step: int) -> str:
@@ -66,12 +67,11 @@ def save(path: str, checkpoint: Checkpoint) -> None:
         with folder_at(folder).writing(name) as temporary:
             safetensors.numpy.save_file(arrays, temporary, metadata)
     except safetensors.SafetensorError as error:  # a full disk, for one: "...I/O error: File too large (os error 27)"
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
+        raise OSError(str(error)) from error
 
 
 def load(path: str) -> Checkpoint:
-    """Reads a checkpoint and checks every bit of it, and the kind of each field of its state.
+    """Reads a checkpoint and checks every bit of it.
 
     Raises:
         CheckpointError: if it is not what was written.
@@ -90,14 +90,11 @@ def load(path: str) -> Checkpoint:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         if metadata["sha256"] != _checksum(metadata["state"], arrays):
             raise CheckpointError(f"{path} is corrupt: its checksum is wrong")
-        state = _check_fields(path, json.loads(metadata["state"]))
-        return Checkpoint(arrays=arrays, state=state)
+        return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]), checksum=metadata["sha256"])
     except (CheckpointError, UserError):
         raise
-    except PermissionError as error:
+    except (PermissionError, OutOfReachError) as error:  # the file may be sound
         raise UserError(f"--resume: cannot read {path} ({error.strerror or error})") from error
-    except OutOfReachError as error:  # the file may be sound
-        raise UserError(f"--resume: cannot read {path} ({error})") from error
     except Exception as error:  # anybody may have written the file; a type that NumPy lacks is an AttributeError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is corrupt or truncated ({reason:.300})") from error
@@ -131,7 +128,12 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own, and removes old ones."""
+    """Writes checkpoints in a thread of its own, and removes old ones.
+
+    Attributes:
+        last_good: the newest checkpoint that was written.
+        unwritten: says which checkpoint is missing since then, and why; None if none is.
+    """
 
     def __init__(self, folder: str, keep: int, report: Callable[[str], None]):
         """Begins.
@@ -143,11 +145,9 @@ class Writer:
         """
         self.folder, self.keep, self._report = folder, keep, report
         self.last_good: str | None = None
-        # Why the newest checkpoint is missing.
         self.unwritten: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
-        self._reported: set[str] = set()
 
     @property
     def is_busy(self) -> bool:
@@ -174,40 +174,24 @@ class Writer:
             self._pool.shutdown()
 
     def _write(self, checkpoint: Checkpoint, is_best: bool) -> None:
+        """Writes a checkpoint, unless a weight is not finite: the run ends by itself then, and sound ones must stay."""
         path = path_of(self.folder, checkpoint.state["step"])
-        broken = next((name for name, array in checkpoint.arrays.items() if not _is_sound(name, array)), None)
-        if broken is not None:  # the run ends by itself; sound checkpoints must stay
-            self._report_once(f"no checkpoint at step {checkpoint.state['step']}: {broken} is not finite", "not finite")
-            return
         try:
+            for name, array in checkpoint.arrays.items():
+                if name.startswith(("model/", "optimizer/")) and not np.isfinite(array).all():
+                    raise OSError(f"{name} is not finite")
             save(path, checkpoint)
             self.last_good, self.unwritten = path, None
-            folder = folder_at(self.folder)
             if is_best:
                 save(os.path.join(self.folder, "best.safetensors"), checkpoint)
             for old in paths_in(self.folder)[self.keep :]:
-                folder.remove(os.path.basename(old))
+                folder_at(self.folder).remove(os.path.basename(old))
         except OSError as error:
             kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
             reason = error.strerror or str(error)
+            if self.unwritten is None:  # once, until one is written again
+                self._report(f"cannot write checkpoints into {self.folder} ({reason}); training continues, {kept}")
             self.unwritten = f"the checkpoint of step {checkpoint.state['step']} ({reason}), {kept}"
-            text = f"cannot write checkpoints into {self.folder} ({reason}); training continues, {kept}"
-            self._report_once(text, "writing")  # the reason may name a temporary file, each time another
-
-    def _report_once(self, text: str, of: str) -> None:
-        if of not in self._reported:
-            self._reported.add(of)
-            self._report(text)
-
-
-def _is_sound(name: str, array: np.ndarray) -> bool:
-    of_training = name.startswith(("model/", "optimizer/"))
-    return not of_training or array.dtype.kind != "f" or bool(np.isfinite(array).all())
-
-
-def checksum_of(checkpoint: Checkpoint) -> str:
-    """Returns a digest of all that is in a checkpoint."""
-    return _checksum(json.dumps(checkpoint.state), checkpoint.arrays)
 
 
 def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
@@ -217,70 +201,3 @@ def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.reshape(-1).view("uint8").data)
     return digest.hexdigest()
-
-
-_MOST = 2**53  # beyond it a float, as ranks exchange them, is no longer exact
-# Kinds: `int` from 0 on, `float` any number, `[kind]` a list, `{str: kind}` an object of any names, `{name: kind}` one
-# with these, and a tuple of several.
-_FIELDS: dict[str, Any] = {
-    "step": int,
-    "epoch": int,
-    "batch": int,
-    "stopped": bool,
-    "best": (None, {"name": str, "score": float}),
-    "data": (None, {"state": None}, {"state": object, "pass": int, "rows": int}),
-    "identity": dict,
-    "recorder": {
-        "last_logs": {str: (float, list)}, "history": [{"epoch": int}], "epoch_seconds": [float],
-        "epoch_rates": [float], "images": int, "seconds": float,
-    },
-    "callbacks": {str: dict},
-    "saved_by": {"backend": str, "devices": int},
-    "config": {"model": str, "dataset": str, "data_dir": (None, str)},
-    "architecture": (None, dict),
-    "versions": dict,
-}  # fmt: skip
-
-
-def _check_fields(path: str, state: Any) -> dict[str, Any]:
-    """Returns the state of a checkpoint; each known field in it is of its kind.
-
-    Raises:
-        CheckpointError: if one is not, or there is no `step`.
-    """
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is corrupt: expected an object as its state. Received: {_shown(state)}")
-    require(path, state, "step")
-    for name, kind in _FIELDS.items():
-        if name in state and not _is_of(kind, state[name]):
-            raise CheckpointError(
-                f"{path} is corrupt: expected another value as {name}. Received: {_shown(state[name])}"
-            )
-    return state
-
-
-def _is_of(kind: Any, value: Any) -> bool:
-    """Returns whether a value is of a kind, as in `_FIELDS`."""
-    if isinstance(kind, tuple):
-        return any(_is_of(each, value) for each in kind)
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_is_of(kind[0], each) for each in value)
-    if isinstance(kind, dict):
-        fields = dict.fromkeys(value, kind[str]) if str in kind and isinstance(value, dict) else kind
-        return isinstance(value, dict) and all(name in value and _is_of(fields[name], value[name]) for name in fields)
-    if kind in (int, float):
-        is_small = type(value) is int and abs(value) < _MOST
-        return is_small and value >= 0 if kind is int else is_small or type(value) is float
-    return value is None if kind is None else isinstance(value, kind)
-
-
-def require(path: str, state: dict[str, Any], *names: str) -> None:
-    """Raises `CheckpointError` if one of these fields is missing."""
-    for name in names:
-        if name not in state:
-            raise CheckpointError(f"{path} is corrupt: there is no {name} in it")
-
-
-def _shown(value: Any) -> str:
-    # A list may be as long as the file, or as deep: only its kind is shown.
-    return ascii(value)[:80] if isinstance(value, (str, float, bool, type(None))) else f"{type(value).__name__}"

@@ -1,14 +1,11 @@
 """Names the variables of a model and its optimizer by their place in it, and Keras objects by their arguments."""
 
-import base64
 import collections
 import dataclasses
 import heapq
 import itertools
 import json
-import marshal
 import re
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +14,6 @@ import keras
 from kerasdp.keras_compat.layers import Parts, parts_of
 from kerasdp.keras_compat.models import compiled_metrics, made_by_compile
 from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight
-from kerasdp.keras_compat.settings import without_tensorflow
 
 GROUPS = ("model", "optimizer", "loss_scale", "optimizers", "metrics")
 # What stands behind the names of variables that cannot be told apart.
@@ -149,7 +145,7 @@ def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
 
 
 def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
-    """Names metrics by the layer that holds them; the others by their own name, whatever their order in `compile`."""
+    """Names metrics by the layer that holds them; the others by their name, and those that share one by order."""
     _, of_compile = made_by_compile(model)
     held: list[tuple[str, Any]] = []
     others: list[tuple[str, Any]] = []
@@ -161,21 +157,14 @@ def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
         else:
             others.append((f"tracked/{_without_numbers(metric.name)}", metric))
     pairs: dict[int, tuple[str, Any]] = {}
-    for name, metric in held + _numbered_by_arguments(others):
+    numbers = _numbers([name for name, _ in others])
+    named_others = [
+        (name if number is None else f"{name}.{number}", each) for (name, each), number in zip(others, numbers)
+    ]
+    for name, metric in held + named_others:
         for label, variable in zip(_numbered(metric.variables), metric.variables):
             pairs.setdefault(id(variable), (f"{name}/{label}", variable))
     return list(pairs.values())
-
-
-def _numbered_by_arguments(metrics: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Numbers metrics that share a name by the order of their arguments: those that share these, too, are alike."""
-    counts = collections.Counter(name for name, _ in metrics)
-    shared = [(name, metric) for name, metric in metrics if counts[name] > 1]
-    with without_tensorflow():
-        shared.sort(key=lambda pair: in_words(pair[1]))
-    alone = [(name, metric) for name, metric in metrics if counts[name] == 1]
-    numbers = _numbers([name for name, _ in shared])
-    return alone + [(f"{name}.{number}", metric) for (name, metric), number in zip(shared, numbers)]
 
 
 def _named_in_optimizer(optimizer: Any, names: Names, group: str) -> list[tuple[str, Any]]:
@@ -226,37 +215,9 @@ def comparable(value: Any) -> Any:
         value: a config, or a part of one.
     """
     if isinstance(value, dict):
-        if function := _dumped_lambda(value):
-            code, *bound = function
-            return ["lambda", _code_in_words(code), comparable(bound)]
+        if value.keys() == {"code", "defaults", "closure"} or isinstance(value.get("value"), tuple):
+            return "lambda"  # as Keras (3.15) writes it: code with the file and line where it stands
         return {str(name): comparable(part) for name, part in value.items() if name not in _SKIPPED}
     if isinstance(value, (list, tuple)):
         return [comparable(part) for part in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
-
-
-def _dumped_lambda(config: dict[str, Any]) -> tuple[types.CodeType, Any, Any] | None:
-    """Returns code, defaults and closure of a `lambda` from what Keras makes of one; None if it is something else."""
-    # Keras 3.15: by names in the layer Lambda, one tuple everywhere else, which of an activation is all that there is.
-    if config.keys() == {"code", "defaults", "closure"}:
-        dumped = config["code"], config["defaults"], config["closure"]
-    elif config.keys() == {"value"} and isinstance(config["value"], (list, tuple)) and len(config["value"]) == 3:
-        dumped = tuple(config["value"])
-    else:
-        return None
-    try:
-        code = marshal.loads(base64.b64decode(dumped[0]))
-    except (TypeError, ValueError, EOFError):
-        return None
-    return (code, *dumped[1:]) if isinstance(code, types.CodeType) else None
-
-
-def _code_in_words(code: types.CodeType) -> list[Any]:
-    """Returns what code computes, without its file and lines."""
-    constants = [
-        _code_in_words(constant) if isinstance(constant, types.CodeType)
-        # A set's order is another in each process.
-        else sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
-        for constant in code.co_consts
-    ]  # fmt: skip
-    return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, code.co_flags]

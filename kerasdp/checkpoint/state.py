@@ -7,12 +7,12 @@ of the model, and `{"kind": class, "items": [...]}` for a container other than a
 form, whatever it contains.
 """
 
-import collections
+import contextlib
 import hashlib
 import json
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -29,10 +29,9 @@ from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.same.portable import batch_norms
 
 # `kerasdp.step.contract.Strategy.read`.
-Read = Callable[[keras.Model, list[Any], Callable[[Any], Any] | None], list[Any]]
-# Of what is in the identity of a run; those that are digests.
+Read = Callable[[keras.Model, list[Any], Callable[[Any], Any]], list[Any]]
+# What the identity of a run calls the digest of weights that its checkpoints leave out.
 FROZEN = "the frozen weights"
-_DIGESTS = ("model", "first batch of the data", "the weights that train", FROZEN)
 # What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate")
 
@@ -45,39 +44,29 @@ def variables_of(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str
     return {name: variable for group in groups for name, variable in named(model, group)}
 
 
-def gather(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
-    """Returns copies of the values of `variables_of`."""
-    return {name: to_numpy(variable) for name, variable in variables_of(model, groups).items()}
-
-
 def frozen(model: keras.Model) -> dict[str, Any]:
     """Returns the weights of a model that were made to train, and do not, by name."""
     known = {id(variable) for variable in frozen_weights(model)}
     return {name: variable for name, variable in named(model, "model") if id(variable) in known}
 
 
-def digest_of_frozen(model: keras.Model, read: Read | None = None) -> str:
-    """Returns a digest of the names and values of the weights of `frozen`; `read`: where they are held in parts."""
+def digest_of_frozen(model: keras.Model, read: Read) -> str:
+    """Returns a digest of the names and values of the weights of `frozen`."""
     of_names = dict(sorted(frozen(model).items()))
-
-    def digest(value: Any) -> str:
-        return _digest([to_numpy(value)])
-
-    variables = list(of_names.values())
-    digests = read(model, variables, digest) if read else map(digest, variables)
+    digests = read(model, list(of_names.values()), lambda value: _digest([to_numpy(value)]))
     return _digest(map(_as_bytes, (*of_names, *digests)))
 
 
 def restore(
     model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str], without: Collection[str] = frozenset()
 ) -> None:
-    """Gives variables the values that `gather` took, in whatever precision they have now.
+    """Gives variables the values that `to_numpy` took, in whatever precision they have now.
 
     Args:
         model: built and, for the groups other than `"model"`, compiled.
-        arrays: as `gather` gave them.
+        arrays: by the names of `variables_of`.
         groups: of `GROUPS`; `"loss_scale"` is skipped where there is none.
-        without: as in `gather`.
+        without: names of variables that the arrays leave out.
 
     Raises:
         UserError: if the model or the optimizer has other variables than were saved, or some that share a name.
@@ -89,11 +78,6 @@ def restore(
             continue
         own = {name: tuple(variable.shape) for name, variable in variables}
         odd = next((name for name in (*own, *known) if name not in known or own.get(name) != known[name].shape), None)
-        if odd is not None and group == "metrics" and (odd in known) != (odd in own):
-            raise UserError(
-                f"--resume: the checkpoint was written within an epoch, whose metrics were others: {odd} is only "
-                f"{'in the checkpoint' if odd in known else 'in this run'}; resume with the metrics of then"
-            )
         if odd is not None:
             raise UserError(
                 f"the checkpoint is of another {group}: {odd} has shape {known[odd].shape if odd in known else 'none'} "
@@ -117,17 +101,14 @@ def to_numpy(variable: Any) -> np.ndarray:
     return array if array.dtype.kind in "fiub" else array.astype("float32")  # bfloat16 is a type of its own
 
 
-def identity(
-    config: Config, model: keras.Model, reader: Any, micro_batch_rows: int | None = None, read: Read | None = None
-) -> dict[str, Any]:
+def identity(config: Config, model: keras.Model, reader: Any, read: Read) -> dict[str, Any]:
     """Returns what must be the same for a run to resume: choices, model, optimizer, data, in words or as digests.
 
     Args:
         config: the run's choices.
         model: built and compiled.
         reader: of the training data, as in `kerasdp.data.batch`.
-        micro_batch_rows: that a layer sees, if neither the global batch nor a replica's part of it.
-        read: where weights are held in parts.
+        read: gives the weights of the model.
     """
     batch = reader.first()
     # Rank 0 computes it: it holds the first row whatever the number of processes.
@@ -141,8 +122,8 @@ def identity(
         found["optimizer"], found["learning rate"] = _optimizer_in_words(model.optimizer)
         for where, other in names_in(model).optimizers:
             found[f"{where} of the model"] = list(_optimizer_in_words(other))
-    if micro_batch_rows is not None and batch_norms(model):
-        found["rows that a batch norm sees"] = micro_batch_rows
+    if reader.split.micro_batch_rows is not None and batch_norms(model):
+        found["rows that a batch norm sees"] = reader.split.micro_batch_rows
     if held := frozen(model):
         names = sorted(name for name, variable in named(model, "model") if variable.trainable and name not in held)
         found["the weights that train"] = _digest(map(_as_bytes, names))
@@ -165,27 +146,13 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Raises `UserError` if two identities differ, with the first difference."""
     absent = {"--checkpoint_weights": "all", "the weights that train": "of all"}
     saved, own = absent | saved, absent | own
-    name = next((name for name in dict.fromkeys((*saved, *own)) if saved.get(name) != own.get(name)), None)
-    if name is None:
-        return
-    expected, received = saved.get(name), own.get(name)
-    if name == "--learning_rate" and None in (expected, received):  # the optimizer's
-        expected, received = (_rate_in_words(each.get("learning rate")) for each in (saved, own))
-    kind = "the digest " if name in _DIGESTS else ""
-    found = f": expected {kind}{expected!s:.300}. Received: {received!s:.300}"
-    if name == FROZEN:
-        raise UserError(
-            "--resume: the frozen weights, which no checkpoint of this run holds, are not those that it began "
-            f"with{found}; begin with the same file, preset or seed"
-        )
-    raise UserError(
-        f"--resume: this run differs from the one in the workdir in {name}{found}; backend, devices and precision may "
-        "change, this may not; a new run can begin with its weights, which recipes/export.py writes"
-    )
-
-
-def _rate_in_words(rate: Any) -> str:
-    return f"{rate:.6g}" if isinstance(rate, float) else str(rate)  # a schedule is an object
+    for name in dict.fromkeys((*saved, *own)):
+        if saved.get(name) != own.get(name):
+            raise UserError(
+                f"--resume: this run differs from the one in the workdir in {name}: expected {saved.get(name)!s:.300}. "
+                f"Received: {own.get(name)!s:.300}; backend, devices and precision may change, this may not; a new run "
+                "can begin with its weights, which recipes/export.py writes"
+            )
 
 
 def _architecture(model: keras.Model) -> str:
@@ -216,9 +183,6 @@ def _digest(arrays: Iterable[Any]) -> str:
 _NOT_STATE = ("_model", "params", "validation_data")
 _PLAIN = (bool, int, float, str, type(None))
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, dict, set, frozenset)}
-_HOLDING = (list, tuple, dict, set, frozenset, collections.deque)
-# How deep an attribute that cannot be saved is looked at for changes.
-_DEPTH = 3
 
 
 def callback_states(
@@ -236,20 +200,12 @@ def callback_states(
         model: of the run. Lists of arrays that are like its weights, as the best ones of `EarlyStopping`, are saved in
             an order that is the same on all backends.
     """
-    states = {}
+    states: dict[str, dict[str, Any]] = {}
     for key, callback, known in zip(_callback_keys(callbacks), callbacks, begin):
-        state = {}
-        for name, value in _attributes(callback).items():
-            found: dict[str, np.ndarray] = {}
-            try:
-                encoded = _encode(value, f"callbacks/{key}/{name}", found, model)
-            except (TypeError, RecursionError):
-                continue
-            if found or json.dumps(encoded) != known.get(name):
-                state[name] = encoded
+        for name, value, found in _encoded_attributes(callback, key, model):
+            if found or json.dumps(value) != known.get(name):
+                states.setdefault(key, {})[name] = value
                 arrays.update(found)
-        if state:
-            states[key] = state
     return states
 
 
@@ -258,22 +214,12 @@ def restore_callbacks(
     states: dict[str, dict[str, Any]],
     arrays: dict[str, np.ndarray],
     model: keras.Model,
-) -> list[str]:
-    """Gives callbacks the state that `callback_states` took; one that is new keeps its own.
-
-    Returns:
-        The attributes that keep their own value, since a file may not set them, or what it holds cannot be read.
-    """
-    left = []
+) -> None:
+    """Gives callbacks the state that `callback_states` took; one that is new keeps its own."""
     for key, callback in zip(_callback_keys(callbacks), callbacks):
         for name, value in states.get(key, {}).items():
-            try:
-                if not _may_be_restored(callback, name, value):
-                    raise LookupError
+            if _may_be_restored(callback, name, value):
                 setattr(callback, name, _decode(value, arrays, model))
-            except (LookupError, TypeError, ValueError, RecursionError):  # the file may hold anything
-                left.append(f"{type(callback).__name__}.{ascii(name)[1:-1]:.80}")
-    return left
 
 
 def _may_be_restored(callback: keras.callbacks.Callback, name: str, value: Any) -> bool:
@@ -288,38 +234,26 @@ def _may_be_restored(callback: keras.callbacks.Callback, name: str, value: Any) 
 
 
 def plain_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """Returns a callback's attributes that JSON can hold, in JSON."""
-    found = {}
-    for name, value in _attributes(callback).items():
-        try:
-            found[name] = json.dumps(_encode(value, "", None))
-        except (TypeError, RecursionError):
-            continue
-    return found
+    """Returns a callback's attributes that can be saved, in JSON, without the values of arrays."""
+    return {name: json.dumps(value) for name, value, _ in _encoded_attributes(callback)}
 
 
 def unsaved_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """Returns a user-defined callback's attributes that cannot be saved, in words that change when one is replaced.
-
-    Also when something in a list or dictionary is; not when an object changes inside.
-    """
+    """Returns a user-defined callback's attributes that cannot be saved, as Python shows them."""
     if is_of_keras(type(callback)):  # Keras' own callbacks make their files and functions again
         return {}
-    saved = plain_attributes(callback)
-    return {name: _described(value) for name, value in _attributes(callback).items() if name not in saved}
+    others = vars(callback).keys() - plain_attributes(callback).keys() - set(_NOT_STATE)
+    return {name: repr(getattr(callback, name)) for name in sorted(others)}
 
 
-def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    return {name: value for name, value in vars(callback).items() if name not in _NOT_STATE}
-
-
-def _described(value: Any, depth: int = _DEPTH) -> str:
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if depth and isinstance(value, _HOLDING):
-        parts: Any = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
-        return f"{type(value).__name__}({', '.join(_described(part, depth - 1) for part in parts)})"
-    return f"{type(value).__name__} at {id(value)}"
+def _encoded_attributes(
+    callback: keras.callbacks.Callback, key: str = "", model: keras.Model | None = None
+) -> Iterator[tuple[str, Any, dict[str, np.ndarray]]]:
+    """Yields name, value as JSON can hold it, and arrays of each attribute that can be saved."""
+    for name in [name for name in vars(callback) if name not in _NOT_STATE]:
+        arrays: dict[str, np.ndarray] = {}
+        with contextlib.suppress(TypeError, RecursionError):
+            yield name, _encode(vars(callback)[name], f"callbacks/{key}/{name}", arrays, model), arrays
 
 
 def _order_of_names(model: keras.Model) -> list[int]:
@@ -329,59 +263,51 @@ def _order_of_names(model: keras.Model) -> list[int]:
     return sorted(range(len(weights)), key=lambda place: names[id(weights[place])])
 
 
-def _canonical_order(model: keras.Model, value: Any) -> list[int] | None:
-    """Returns `_order_of_names` if a value is a list of arrays like the weights of a model; else None."""
-    if not (isinstance(value, list) and value and all(isinstance(array, np.ndarray) for array in value)):
-        return None
-    if [array.shape for array in value] != [tuple(weight.shape) for weight in model.weights]:
-        return None
-    return _order_of_names(model)
-
-
 def _callback_keys(callbacks: list[keras.callbacks.Callback]) -> list[str]:
     """Returns a key for each callback, by class and number: the processes of a run may hold different callbacks."""
     names = [type(callback).__name__ for callback in callbacks]
     return [f"{name}/{names[:place].count(name)}" for place, name in enumerate(names)]
 
 
-def _encode(value: Any, key: str, arrays: dict[str, np.ndarray] | None, model: keras.Model | None = None) -> Any:
+def _encode(value: Any, key: str, arrays: dict[str, np.ndarray], model: keras.Model | None = None) -> Any:
     """Returns a value as JSON can hold it, copies of its arrays in `arrays`; `TypeError` if it cannot be saved."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, np.generic) and isinstance(value.item(), _PLAIN):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8:
-        if arrays is not None:
-            arrays[key] = value.copy()
+        arrays[key] = value.copy()
         return {"array": key}
     kind = type(value).__name__
     if _COLLECTIONS.get(kind) is not type(value):
         raise TypeError
-    order = None if model is None else _canonical_order(model, value)
-    if order is not None and isinstance(value, list):
-        return {"weights": _encode([value[place] for place in order], key, arrays)}
+    if model is not None and kind == "list" and _is_like_weights(value, model):
+        return {"weights": _encode([value[place] for place in _order_of_names(model)], key, arrays)}
     items = [
         _encode(part, f"{key}/{place}", arrays, model)
         for place, part in enumerate(map(list, value.items()) if isinstance(value, dict) else value)
     ]
-    return items if type(value) is list else {"kind": kind, "items": items}
+    return items if kind == "list" else {"kind": kind, "items": items}
+
+
+def _is_like_weights(value: list[Any], model: keras.Model) -> bool:
+    """Returns whether a list holds arrays of the shapes of the model's weights."""
+    shapes = [tuple(part.shape) for part in value if isinstance(part, np.ndarray)]
+    return len(shapes) == len(value) > 0 and shapes == [tuple(weight.shape) for weight in model.weights]
 
 
 def _decode(value: Any, arrays: dict[str, np.ndarray], model: keras.Model) -> Any:
-    """Returns what `_encode` was given.
-
-    Raises:
-        LookupError, TypeError, ValueError: if `_encode` writes no such thing.
-    """
-    if not isinstance(value, (list, dict)):
+    """Returns what `_encode` was given."""
+    if isinstance(value, list):
+        return [_decode(item, arrays, model) for item in value]
+    if not isinstance(value, dict):
         return value
-    if isinstance(value, dict) and value.keys() == {"array"} and value["array"] in arrays:
+    if "array" in value:
         return arrays[value["array"]]
-    if isinstance(value, dict) and value.keys() == {"weights"} and len(value["weights"]) == len(model.weights):
+    if "weights" in value:
         order = _order_of_names(model)
         return [_decode(value["weights"][order.index(place)], arrays, model) for place in range(len(order))]
-    kind, items = ("list", value) if isinstance(value, list) else (value["kind"], value["items"])
-    return _COLLECTIONS[kind](_decode(item, arrays, model) for item in items)
+    return _COLLECTIONS[value["kind"]](_decode(value["items"], arrays, model))
 
 
 # What models are made of, among Keras' public modules. Its others read, write and connect when they are called.
@@ -389,7 +315,6 @@ _OF_MODELS = {
     "activations", "constraints", "dtype_policies", "initializers", "layers", "losses", "metrics", "models", "ops",
     "optimizers", "quantizers", "random", "regularizers", "src",
 }  # fmt: skip
-_MOST_BYTES = 100_000_000  # of a description, as safetensors has it of a header
 
 
 def architecture_of(model: keras.Model) -> dict[str, Any] | None:
@@ -432,9 +357,6 @@ def load_keras_file(path: str) -> keras.Model:
         Exception: whatever Keras raises of a file that is none, or a layer that it does not know.
     """
     with zipfile.ZipFile(path) as archive:
-        size = archive.getinfo("config.json").file_size
-        if size > _MOST_BYTES:
-            raise ValueError(f"its config.json has {size} bytes")
         _check_class_names(json.loads(archive.read("config.json")))
     with safe_deserialization():
         return keras.saving.load_model(path, compile=False, safe_mode=True)

@@ -7,7 +7,6 @@ own. Loads neither fsspec nor NumPy until a URL is used. A folder has a lock; a 
 import contextlib
 import fcntl
 import os
-import pathlib
 import re
 import socket
 import tempfile
@@ -20,7 +19,7 @@ from kerasdp.errors import UserError, redacted
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 # They have no folders to be made; with s3fs that would make the bucket.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "tos", "obs", "hf"}
-_BEGUN, _WHOLE = ".tmp", ".whole"  # what follows a name while a file is written; and, under a URL, on its marker
+_BEGUN = ".tmp"  # what follows a name while a file is written
 
 
 class OutOfReachError(OSError):
@@ -54,35 +53,25 @@ def require_folder(path: str, resume: bool, flag: str = "checkpoint_dir", inner:
     folder = folder_at(path)
     # The name is this process's own: others of the run, on other machines, try the same.
     probe = f".writable-{socket.gethostname()}-{os.getpid()}"
-    doing = "read"
     try:
-        if not resume and any(name.startswith("step-") for name in folder_at(os.path.join(path, inner)).names()):
-            raise UserError(
-                f"--{flag}: {path!r} holds the checkpoints of an earlier run; resume it (--resume), or choose another "
-                "place"
-            )
-        doing = "write into"
+        names = folder_at(os.path.join(path, inner)).names()
         with folder.writing(probe) as temporary, open(temporary, "w") as file:
             file.write("can be removed")
         folder.remove(probe)
     except OSError as error:
         reason = error.strerror or redacted(str(error), path)
         raise UserError(
-            f"--{flag}: cannot {doing} {path!r} ({reason}); choose another place, or give this machine access to it"
+            f"--{flag}: cannot use {path!r} ({reason}); choose another place, or give this machine access to it"
         ) from error
+    if not resume and any(name.startswith("step-") for name in names):
+        raise UserError(
+            f"--{flag}: {path!r} holds the checkpoints of an earlier run; resume it (--resume), or choose another place"
+        )
 
 
-@contextlib.contextmanager
-def removed_if_empty(folder: str | None) -> Iterator[None]:
-    """Removes a folder that is made within the `with` block, and those above it, if they end empty; None: nothing."""
-    path = pathlib.Path(folder or "").absolute()
-    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
-    try:
-        yield
-    finally:
-        for each in missing:
-            with contextlib.suppress(OSError):  # it holds something, or was not made
-                os.rmdir(each)
+def _temporary(name: str) -> str:
+    """Returns one name for all steps: the next one is written over what a killed run had begun."""
+    return re.sub(r"^step-\d+", "step", name) + _BEGUN
 
 
 class _LocalFolder:
@@ -101,8 +90,7 @@ class _LocalFolder:
     def writing(self, name: str) -> Iterator[str]:
         """Gives a path to write to; the file is there, under its name, when the context ends without an error."""
         os.makedirs(self._path, exist_ok=True)
-        # One name for all steps: the next one is written over what a killed run had begun.
-        temporary = self._at(re.sub(r"^step-\d+", "step", name) + _BEGUN)
+        temporary = self._at(_temporary(name))
         try:
             with open(temporary, "wb") as file:
                 mode = os.stat(file.fileno()).st_mode  # as the umask says
@@ -130,7 +118,7 @@ class _LocalFolder:
 
 
 class _RemoteFolder:
-    """Files under a URL, as `_LocalFolder`. A file is listed once its marker is there, which is written last."""
+    """Files under a URL, as `_LocalFolder`."""
 
     def __init__(self, url: str):
         self._url = url.rstrip("/")
@@ -141,21 +129,21 @@ class _RemoteFolder:
         with self._reached(), contextlib.suppress(FileNotFoundError):
             self._files.invalidate_cache()  # s3fs, for one, remembers what a folder held
             listed = self._files.ls(self._path, detail=False)
-        found = {path.rstrip("/").rpartition("/")[2] for path in listed}
-        return [name for name in found if name + _WHOLE in found]
+        return [os.path.basename(path.rstrip("/")) for path in listed if not path.endswith(_BEGUN)]
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
-            local = os.path.join(folder, name)
+            local, protocol = os.path.join(folder, name), self._files.protocol
             yield local
             with self._reached():
-                protocols = self._files.protocol
-                if _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols):
+                # An object is there when the whole of it has arrived.
+                if _OBJECT_STORES.isdisjoint([protocol] if isinstance(protocol, str) else protocol):
                     self._files.makedirs(self._path, exist_ok=True)
-                self._unmark(name)
-                self._files.put_file(local, self._at(name))
-                self._files.pipe_file(self._at(name + _WHOLE), b"whole")
+                    self._files.put_file(local, temporary := self._at(_temporary(name)))
+                    self._files.mv(temporary, self._at(name))
+                else:
+                    self._files.put_file(local, self._at(name))
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[str]:
@@ -165,12 +153,7 @@ class _RemoteFolder:
                 self._files.get_file(self._at(name), local)
             yield local
 
-    def _unmark(self, name: str) -> None:
-        with self._reached(), contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(self._at(name + _WHOLE))
-
     def remove(self, name: str) -> None:
-        self._unmark(name)
         with self._reached():
             self._files.rm_file(self._at(name))
 
@@ -185,8 +168,7 @@ class _RemoteFolder:
         except (FileNotFoundError, OutOfReachError):
             raise
         except Exception as error:
-            text = redacted(" ".join(str(error).split()) or type(error).__name__, self._url)
-            raise OutOfReachError(f"{type(error).__name__}: {text:.300}") from error
+            raise OutOfReachError(_in_a_line(error, self._url)) from error
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -200,16 +182,15 @@ def file_system(url: str) -> tuple[Any, str]:
         import fsspec
 
         return fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise UserError(
-            f"--checkpoint_dir: {url!r} needs fsspec, and its package for such URLs: pip install 'kerasdp[fsspec]' "
-            f"({error})"
-        ) from error
     except Exception as error:  # of the protocol's own package, which may look for the account at once
         raise UserError(
-            f"--checkpoint_dir: cannot use {url!r} ({type(error).__name__}: "
-            f"{redacted(' '.join(str(error).split()), url):.300})"
+            f"--checkpoint_dir: cannot use {url!r} ({_in_a_line(error, url)}); a URL needs fsspec, and its package for "
+            "such URLs: pip install 'kerasdp[fsspec]'"
         ) from error
+
+
+def _in_a_line(error: Exception, url: str) -> str:
+    return f"{type(error).__name__}: {redacted(' '.join(str(error).split()), url):.300}"
 
 
 def _sync(path: str) -> None:
@@ -240,40 +221,33 @@ def locked_folder(folder: str, resume: bool = False, flag: str = "workdir") -> I
     Raises:
         UserError: if another run has the folder; it names that run's process and host.
     """
-    path, until = os.path.join(folder, ".lock"), time.monotonic() + (_WAIT_TO_RESUME if resume else 0.0)
-    while (lock := _try_to_lock(path)) is None:
-        if time.monotonic() >= until:
-            with open(path, errors="replace") as file:
-                owner = file.read(200)
-            raise UserError(
-                f"--{flag}: {folder!r} is in use by another run ({owner}); wait for its end, or choose another folder"
-            )
-        time.sleep(0.2)
-    try:
+    until = time.monotonic() + (_WAIT_TO_RESUME if resume else 0.0)
+    # The file stays: if it were removed, another run could lock a file of that name that is no longer there.
+    with open(os.path.join(folder, ".lock"), "a+") as lock:
+        while not _try_to_lock(lock):
+            if time.monotonic() >= until:
+                lock.seek(0)
+                raise UserError(
+                    f"--{flag}: {folder!r} is in use by another run ({lock.read(200)}); wait for its end, or choose "
+                    "another folder"
+                )
+            time.sleep(0.2)
+        lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # somebody has removed the folder
-            os.remove(path)
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes that were forked meanwhile
-        lock.close()
-
-
-def _try_to_lock(path: str) -> TextIO | None:
-    """Returns the file, which nobody else has locked; None if somebody has."""
-    while True:
-        lock = open(path, "a")  # noqa: SIM115 (closed by the caller)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            return None
-        except OSError:  # there are no locks here
-            return lock
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
-                lock.truncate(0)  # of a run that was killed
-                return lock
-        lock.close()  # a run that ended meanwhile has removed it
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes that were forked meanwhile
+
+
+def _try_to_lock(lock: TextIO) -> bool:
+    """Locks a file; returns whether no other process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # there are no locks here
+        pass
+    return True

@@ -63,10 +63,7 @@ def _find(place: str) -> tuple[str, files.Checkpoint]:
         if place.endswith(".safetensors"):
             return place, files.load(place)
         found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
-    except NotADirectoryError:
-        expected = "a workdir, a folder of checkpoints, .safetensors, .keras or .weights.h5"
-        raise UserError(f"load_model: expected {expected}. Received: {place!r}") from None
-    except (CheckpointError, UserError) as error:
+    except (CheckpointError, UserError, NotADirectoryError) as error:
         raise UserError(f"load_model: {str(error).removeprefix('--resume: ')}") from error
     if found is None:
         raise UserError(f"load_model: there are no checkpoints in {place!r}, nor in its folder {CHECKPOINTS}")

@@ -5,7 +5,6 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,6 +13,7 @@ from kerasdp.errors import NonFiniteLossError
 from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
 from kerasdp.reporting import report, run_files
 from kerasdp.run_state import RunState
+from kerasdp.step.contract import Strategy
 
 
 class Recorder(keras.callbacks.Callback):
@@ -26,27 +26,25 @@ class Recorder(keras.callbacks.Callback):
         self,
         run_state: RunState,
         facts: report.Facts,
+        strategy: Strategy,
         *,
         folder: str | None,
         saved: dict[str, Any] | None = None,
         verbose: bool = False,
-        describe: Callable[[], str] = lambda: "",
-        peak_memory_bytes: Callable[[], int] | None = None,
     ):
         """Starts to listen to the steps.
 
         Args:
             run_state: of the run, already at the resume point if there is one.
             facts: what is known of the run.
+            strategy: that trains.
             folder: where the files go; None: there are none.
             saved: the state in the checkpoint from which the run resumes.
             verbose: whether to print.
-            describe: says how the work is shared, once the run starts; empty if there is nothing to say.
-            peak_memory_bytes: of the run; None on ranks that report nothing.
         """
         super().__init__()
-        self.run_state, self.facts, self.verbose = run_state, facts, verbose
-        self._saved, self._describe, self._peak_memory_bytes = saved, describe, peak_memory_bytes
+        self.run_state, self.facts, self.strategy = run_state, facts, strategy
+        self.verbose, self._saved = verbose, saved
         recorded = saved["recorder"] if saved else {"last_logs": {}, "history": []}
         self.last_logs: dict[str, Any] = recorded["last_logs"]
         # Steps whose loss was not read yet: their number, loss, and the images of the epoch before them.
@@ -82,11 +80,12 @@ class Recorder(keras.callbacks.Callback):
         if not self.verbose:
             return
         first = report.start_line(self.facts, self._learning_rate(), self._update_rule()["schedule"])
-        lines = [first, self._describe()]
+        rows = self.strategy.split.micro_batch_rows
+        passes = "" if rows is None else f"gradients are summed over micro-batches of {rows} samples"
+        lines = [first, self.run_state.description, passes]
         if self._saved:
             is_over = self.run_state.was_over or self.run_state.is_at_last_step
-            saved = self._saved
-            lines.append(report.resume_line(saved["step"], saved["epoch"], saved["saved_by"], is_over=is_over))
+            lines.append(report.resume_line(self._saved, is_over=is_over))
         report.say(*filter(None, lines))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -108,9 +107,9 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the report and says how it went."""
-        if self._peak_memory_bytes is None or not self.run_state.epoch_seconds or self._is_told:
+        if not (self.files or self.verbose) or not self.run_state.epoch_seconds or self._is_told:
             return
-        memory = self._peak_memory_bytes()
+        memory = self.strategy.peak_memory_bytes()
         result = report.result(self.facts, self.run_state, self._update_rule(), self.last_logs, memory)
         if self.files:
             self.files.add_result(result)
@@ -202,12 +201,10 @@ class Progress(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts a bar."""
-        self._start = self._last_update = time.perf_counter()
+        self._last_update = time.perf_counter()
         if self.bar:
             report.say(f"epoch {epoch + 1}/{self.run_state.epochs}")
-            self._progress = keras.utils.Progbar(
-                target=self.run_state.num_batches, unit_name="step", stateful_metrics=None
-            )
+            self._progress = keras.utils.Progbar(target=self.run_state.num_batches, unit_name="step")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Moves the bar, ten times a second at most: each move waits for the device."""

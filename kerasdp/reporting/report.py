@@ -80,15 +80,6 @@ def drop_stdout() -> None:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
-def size(number: float) -> str:
-    """Returns a number of bytes in a unit that people read: powers of 1,000."""
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            return f"{number:,.0f} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"
-        number /= 1000
-    raise AssertionError
-
-
 def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
     """Returns lines of equally many texts as a table, in which the columns of these numbers are flush right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -123,13 +114,13 @@ def _precision(facts: Facts) -> str:
     return "float32" if is_exact else "float32, in TF32 where the GPU has it (--precision=float32: exact)"
 
 
-def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: bool) -> str:
-    """Formats the line of a resumed run; `epoch` counts from 0."""
-    plural = "" if saved_by["devices"] == 1 else "s"
-    origin = f"saved by {saved_by['backend']} on {saved_by['devices']} device{plural}"
+def resume_line(saved: dict[str, Any], *, is_over: bool) -> str:
+    """Formats the line of a run that is resumed from a checkpoint with this state."""
+    backend, devices = saved["saved_by"]["backend"], saved["saved_by"]["devices"]
+    origin = f"saved by {backend} on {devices} device{'' if devices == 1 else 's'}"
     if is_over:
-        return f"had ended after step {step}, {origin}: nothing is left to train"
-    return f"resumes after step {step}, in epoch {epoch + 1}; {origin}"
+        return f"had ended after step {saved['step']}, {origin}: nothing is left to train"
+    return f"resumes after step {saved['step']}, in epoch {saved['epoch'] + 1}; {origin}"
 
 
 def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, rate: float) -> str:

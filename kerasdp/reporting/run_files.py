@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from kerasdp.config import versions
 from kerasdp.errors import UserError
@@ -116,27 +116,24 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
     """
     from matplotlib.ticker import MaxNLocator
 
-    history = [{name: value for name, value in row.items() if isinstance(value, (int, float))} for row in history]
     names = [name for name in ("loss", "accuracy") if any(name in row for row in history)]
     if not names:
         return
     figure, all_axes = make_figure(5.2 * len(names), 3.6, columns=len(names))
-    for axes, name in zip(all_axes, names, strict=True):
-        ends = {key: row[key] for row in history for key in (name, f"val_{name}") if key in row}
+    for axes, name in zip(all_axes, names):
         for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "validation", "#f58518")):
-            points = [(row["epoch"], row[key]) for row in history if key in row]
+            points = [(row["epoch"], row[key]) for row in history if isinstance(row.get(key), float)]
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
-                # Apart from one another, however close the curves end.
-                style: dict[str, Any] = {"va": "bottom" if ends[key] == max(ends.values()) else "top", "color": colour}
-                text, place = f"{points[-1][1]:.3f}", points[-1]
-                axes.annotate(text, place, xytext=(6, 0), textcoords="offset points", fontsize=8, **style)
+                axes.plot(*zip(*points), marker="o", markersize=4, color=colour, label=label)
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.margins(x=0.12)
         axes.legend(frameon=False)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120, format="png")
+
+
+# Adds the numbers of a step or an epoch to a tracker, and ends the run there.
+_Tracker = tuple[Callable[[str, int, dict[str, float]], None], Callable[[], None]]
 
 
 class Trackers:
@@ -154,15 +151,18 @@ class Trackers:
             UserError: if one cannot begin: nobody is logged in, its server does not answer.
         """
         self._trackers: dict[str, _Tracker] = {}
-        path = os.path.join(folder, "trackers.json")
-        known = _ids_in(path) if last_step else {}
+        path, known = os.path.join(folder, "trackers.json"), {}
+        if last_step and os.path.exists(path):  # under these the trackers know the run
+            with open(path) as file:
+                known = json.load(file)
         for name in facts.config.trackers:
             try:
                 self._trackers[name], known[name] = _BEGIN[name](facts, folder, last_step, known.get(name))
-                with open(path, "w") as file:
-                    json.dump(known, file)
             except Exception as error:
                 raise UserError(f"--tracker={name} cannot begin: {first_line(error)}") from error
+        if known:
+            with open(path, "w") as file:
+                json.dump(known, file)
 
     def add(self, kind: str, number: int, values: dict[str, float]) -> None:
         """Adds numbers of a step or an epoch to all.
@@ -172,24 +172,19 @@ class Trackers:
             number: its number, from 1.
             values: by name.
         """
-        self._of_each(lambda tracker: tracker.add(kind, number, values))
+        self._of_each(lambda add, _: add(kind, number, values))
 
     def close(self) -> None:
         """Ends the run in all."""
-        self._of_each(lambda tracker: tracker.close())
+        self._of_each(lambda _, close: close())
 
-    def _of_each(self, call: Callable[["_Tracker"], None]) -> None:
+    def _of_each(self, call: Callable[..., None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                call(tracker)
+                call(*tracker)
             except Exception as error:  # a server that is away, a full disk
                 del self._trackers[name]
                 warn(f"--tracker={name} has failed ({first_line(error)}); training continues without it")
-
-
-class _Tracker(NamedTuple):
-    add: Callable[[str, int, dict[str, float]], None]
-    close: Callable[[], None]
 
 
 # W&B's own callback (0.31) needs TensorFlow, and MLflow's (3.18) a model that `fit` trains: a loop has none.
@@ -215,7 +210,7 @@ def _tensorboard(facts: Facts, folder: str, last_step: int, _: str | None) -> tu
         add("", 0, {})
         events.close()
 
-    return _Tracker(add, close), ""
+    return (add, close), ""
 
 
 def _wandb(facts: Facts, folder: str, _: int, known: str | None) -> tuple[_Tracker, str]:
@@ -230,7 +225,7 @@ def _wandb(facts: Facts, folder: str, _: int, known: str | None) -> tuple[_Track
     def add(kind: str, number: int, values: dict[str, float]) -> None:
         run.log({kind: number} | {f"{kind}/{name}": value for name, value in values.items()})
 
-    return _Tracker(add, run.finish), run.id
+    return (add, run.finish), run.id
 
 
 def _mlflow(facts: Facts, _: str, __: int, known: str | None) -> tuple[_Tracker, str]:
@@ -248,18 +243,9 @@ def _mlflow(facts: Facts, _: str, __: int, known: str | None) -> tuple[_Tracker,
     def add(kind: str, number: int, values: dict[str, float]) -> None:
         mlflow.log_metrics({f"{kind}/{name}": value for name, value in values.items()}, step=number, run_id=run)
 
-    return _Tracker(add, functools.partial(client.set_terminated, run)), run
+    return (add, functools.partial(client.set_terminated, run)), run
 
 
 _BEGIN: dict[str, Callable[[Facts, str, int, str | None], tuple[_Tracker, str]]] = {
     "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow
 }  # fmt: skip
-
-
-def _ids_in(path: str) -> dict[str, str]:
-    """Returns the ids under which trackers know a run that is resumed."""
-    found: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError), open(path) as file:
-        found = json.load(file)
-    items = found.items() if isinstance(found, dict) else ()
-    return {name: run_id for name, run_id in items if isinstance(run_id, str)}

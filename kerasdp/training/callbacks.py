@@ -6,8 +6,7 @@ from typing import Any
 import keras
 
 from kerasdp.checkpoint import state as training_state
-from kerasdp.checkpoint.checkpointer import Checkpointer, newest, resume
-from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.checkpoint.checkpointer import Checkpointer, resume
 from kerasdp.config import Config
 from kerasdp.data.batch import Reader
 from kerasdp.errors import UserError
@@ -51,6 +50,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
 
         Args:
             state: after its `begin_fit`.
+            reader: of the training data.
             callbacks: the user's.
             fit: number of this `fit`, from 1; each has a folder of its own.
             verbose: as in `fit`.
@@ -64,22 +64,33 @@ class RunCallbacks(keras.callbacks.CallbackList):
         # The same on all ranks, though some callbacks may be on one alone, as those that write are.
         self._has_callbacks = processes.any_rank(bool(callbacks))
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
-        verbose = _verbosity(verbose, config)
-        self.state, self._strategy, self._reader = state, strategy, reader
-        self._trained = model
+        if verbose == "auto":
+            verbose = config.verbose
+        if verbose is None:  # a bar in a terminal, else a line an epoch
+            verbose = 1 if sys.stdout.isatty() else 2
+        self.state, self._strategy, self._trained = state, strategy, model
         folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
-        identity = self._identity(config, model) if checkpoints else {}
-        found = newest(processes, checkpoints) if checkpoints and config.resume else None
-        self.resumed = None
-        if checkpoints and found is not None:
-            self.resumed = resume(processes, model, identity, found)
-            _resume(state, reader, self.resumed)
-        self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
+        identity = training_state.identity(config, model, reader, strategy.read) if checkpoints else {}
+        self.resumed = resume(processes, model, identity, checkpoints) if checkpoints and config.resume else None
+        if self.resumed:
+            saved = self.resumed.state
+            position = Position(saved["epoch"], saved["batch"])
+            state.resume(saved["step"], position, was_stopped=saved["stopped"], measured=saved["recorder"])
+            reader.resume_at(*position, saved.get("data"))
+        self.recorder = Recorder(
+            state,
+            facts,
+            strategy,
+            folder=folder if is_chief else None,
+            saved=self.resumed.state if self.resumed else None,
+            verbose=bool(verbose) and is_chief,
+        )
         shown = [Progress(state, bar=verbose == 1)] if is_chief and verbose else []
         stateful = [*callbacks, keras.callbacks.History()]
-        self.checkpointer = (
-            self._make_checkpointer(config, facts, stateful, identity, checkpoints) if checkpoints else None
-        )
+        self.checkpointer = None
+        if checkpoints:
+            parts = config, strategy, state, model, reader, self.recorder, stateful
+            self.checkpointer = Checkpointer(*parts, identity=identity, folder=checkpoints, resumed=self.resumed)
         super().__init__(
             [self.recorder, *shown, *stateful],
             add_history=True,
@@ -87,53 +98,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
             epochs=state.epochs,
             steps=state.num_batches,
             verbose=0,
-        )
-
-    def _identity(self, config: Config, model: keras.Model) -> dict[str, Any]:
-        """Returns what must be the same for a run to resume."""
-        rows = self._strategy.split.micro_batch_rows
-        read = self._strategy.read if config.shard != "none" else None
-        return training_state.identity(config, model, self._reader, rows, read)
-
-    def _describe(self) -> str:
-        """Says how the devices share model and batch; empty if there is nothing to say."""
-        rows = self._strategy.split.micro_batch_rows
-        passes = "" if rows is None else f"gradients are summed over micro-batches of {rows} samples"
-        return "\n".join(filter(None, [self.state.description, passes]))
-
-    def _make_recorder(self, facts: report.Facts, folder: str | None, verbose: bool) -> Recorder:
-        strategy = self._strategy
-        return Recorder(
-            self.state,
-            facts,
-            folder=folder,
-            saved=self.resumed.state if self.resumed else None,
-            verbose=verbose,
-            describe=self._describe,
-            peak_memory_bytes=strategy.peak_memory_bytes if strategy.processes.rank == 0 else None,
-        )
-
-    def _make_checkpointer(
-        self,
-        config: Config,
-        facts: report.Facts,
-        stateful: list[keras.callbacks.Callback],
-        identity: dict[str, Any],
-        folder: str,
-    ) -> Checkpointer:
-        return Checkpointer(
-            config=config,
-            run_state=self.state,
-            recorder=self.recorder,
-            model=self._trained,
-            stateful=stateful,
-            processes=self._strategy.processes,
-            num_devices=facts.num_devices,
-            read=self._strategy.read,
-            data_state=self._reader.saved_state,
-            identity=identity,
-            folder=folder,
-            resumed=self.resumed,
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -241,23 +205,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
             report.warn(f"could not be written: {missing}")
 
 
-def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:
-    saved = resumed.state
-    measurements = {name: saved["recorder"][name] for name in ("epoch_seconds", "epoch_rates", "images", "seconds")}
-    position = Position(saved["epoch"], saved["batch"])
-    state.resume(saved["step"], position, was_stopped=saved["stopped"], **measurements)
-    reader.resume_at(position.epoch, position.batch, saved.get("data"))
-
-
-def _verbosity(verbose: str | int | None, config: Config) -> str | int:
-    """Returns 0, 1 or 2; by default a bar in a terminal, else a line an epoch."""
-    if verbose == "auto":
-        verbose = config.verbose
-    if verbose is None:
-        verbose = 1 if sys.stdout.isatty() else 2
-    return verbose
-
-
 def _is_default(callback: keras.callbacks.Callback, event: str) -> bool:
     """Returns whether a callback leaves a method as Keras has it."""
     return getattr(getattr(callback, event), "__func__", None) is getattr(keras.callbacks.Callback, event)
@@ -266,25 +213,23 @@ def _is_default(callback: keras.callbacks.Callback, event: str) -> bool:
 def _checked(
     strategy: Strategy, config: Config, callbacks: list[keras.callbacks.Callback] | None
 ) -> list[keras.callbacks.Callback]:
-    callbacks = callbacks or []
+    """Returns the user's callbacks. Raises `UserError` for one that cannot work in this run."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
     several = strategy.processes.num_processes > 1
-    if (several or config.keeps_checkpoints) and any(
-        isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks
-    ):
-        raise UserError(
-            "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir and "
-            "--resume"
-        )
     in_parts = several and (config.strategy == "pipeline" or config.shard != "none")
-    for callback in callbacks if in_parts else ():
-        if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+    for callback in callbacks or ():
+        if isinstance(callback, keras.callbacks.BackupAndRestore) and (several or config.keeps_checkpoints):
+            raise UserError(
+                "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir "
+                "and --resume"
+            )
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch" and in_parts:
             raise UserError(
                 "ModelCheckpoint(save_freq=...) saves within an epoch, when a process knows its own part of the "
                 "weights alone (--strategy=pipeline, --shard); use --checkpoint_every"
             )
-    return callbacks
+    return callbacks or []
 
 
 # They convert the logs when they show or write them, if at all.

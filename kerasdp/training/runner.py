@@ -28,7 +28,7 @@ from kerasdp.keras_compat.settings import (
 )
 from kerasdp.processes import signals, watchdog
 from kerasdp.processes.devices import Devices
-from kerasdp.reporting.report import Facts, say, size, warn
+from kerasdp.reporting.report import Facts, say, warn
 from kerasdp.run_state import Evaluated, RunState, is_made_of_choices
 from kerasdp.same import initial_weights
 from kerasdp.same.layer_calls import hook_layers
@@ -245,9 +245,8 @@ class Runner:
         )
         if self.config.checkpoint_weights != "all":
             left, every = bytes_of(frozen_weights(model)), bytes_of(model.weights)
-            self._say(
-                f"checkpoints hold {size(every - left)} of {size(every)} of weights, and what the optimizer keeps"
-            )
+            held = f"{(every - left) / 1e6:,.1f} of {every / 1e6:,.1f} MB of weights"
+            self._say(f"checkpoints hold {held}, and what the optimizer keeps")
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
 

@@ -1,6 +1,7 @@
 """When a checkpoint is written."""
 
 import os
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -30,16 +31,15 @@ def make(tmp_path):
         state = RunState()
         state.begin_fit(batch_size=4, num_batches=5, epochs=4)
         state.begin_epoch(0)
-        recorder = Recorder(state, facts(tmp_path, config=config), folder=None)
-        recorder.set_model(model)
-        one = Checkpointer(
-            config=config, run_state=state, recorder=recorder, model=model, stateful=list(callbacks),
+        strategy = SimpleNamespace(
             processes=SingleProcess(), num_devices=1,
-            identity={}, resumed=None,
             read=lambda model, variables, take: list(map(take, variables)) if take else [],
-            folder=str(tmp_path / "checkpoints"),
-            data_state=lambda epoch, batch: {"state": None, "rows": batch},
         )  # fmt: skip
+        reader = SimpleNamespace(saved_state=lambda epoch, batch: {"state": None, "rows": batch})
+        recorder = Recorder(state, facts(tmp_path, config=config), strategy, folder=None)
+        recorder.set_model(model)
+        parts = config, strategy, state, model, reader, recorder, list(callbacks)
+        one = Checkpointer(*parts, identity={}, folder=str(tmp_path / "checkpoints"), resumed=None)
         made.append(one)
         return one
 
@@ -137,5 +137,5 @@ def test_what_callbacks_lose_is_named_once(make, capsys):
         step(checkpointer)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "warning: no checkpoint holds Own.function, Own.by_step, which changed: of a callback, numbers"
+        "warning: no checkpoint holds Own.by_step, Own.function, which changed: of a callback, numbers"
     )

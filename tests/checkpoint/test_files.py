@@ -138,35 +138,8 @@ def test_a_type_that_numpy_lacks_is_one_line(kind, num_bytes, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-HISTORY = {"last_logs": {}, "history": [], "epoch_seconds": [], "epoch_rates": [], "images": 0, "seconds": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ("[]", "expected an object as its state. Received: list"),
-        ("[" * 100_000, "recursion"),
-        ('{"step": 1, "best": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
-        ("{", "corrupt or truncated"),
-        ("{}", "there is no step in it"),
-        ('{"step": "seven"}', "expected another value as step. Received: 'seven'"),
-        ('{"step": NaN}', "as step. Received: nan"),
-        ('{"step": -1}', "as step"),
-        ('{"step": true}', "as step. Received: True"),
-        ('{"step": 1' + 400 * "0" + "}", "as step"),
-        ('{"step": 1' + 5000 * "0" + "}", "corrupt"),
-        ('{"step": 1, "batch": [1]}', "as batch. Received: list"),
-        ('{"step": 1, "stopped": 1}', "as stopped"),
-        ('{"step": 1, "best": {"name": "loss", "score": "0"}}', "as best"),
-        ('{"step": 1, "data": {"state": {}}}', "as data"),
-        ('{"step": 1, "identity": []}', "as identity"),
-        (json.dumps({"step": 1, "recorder": HISTORY | {"history": [{"epoch": "1"}]}}), "as recorder"),
-        (json.dumps({"step": 1, "recorder": HISTORY | {"epoch_seconds": [None]}}), "as recorder"),
-        ('{"step": 1, "callbacks": {"History/0": 1}}', "as callbacks"),
-        ('{"step": 1, "config": {"model": 1, "dataset": "digits", "data_dir": null}}', "as config"),
-    ],
-)
-def test_a_state_of_other_kinds_is_one_line(state, words, content, tmp_path):
+@pytest.mark.parametrize("state", ["[" * 100_000, "{", '{"step": 1' + 5000 * "0" + "}"])
+def test_a_state_that_is_no_json_is_one_line(state, content, tmp_path):
     """With the right checksum: anybody may have written the file."""
 
     def change(header):
@@ -176,7 +149,7 @@ def test_a_state_of_other_kinds_is_one_line(state, words, content, tmp_path):
     path.write_bytes(rewritten(content, change))
     with pytest.raises(CheckpointError, match="corrupt") as caught:
         checkpoint.load(str(path))
-    assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 def test_none_or_none_that_is_sound(tmp_path):
@@ -194,5 +167,8 @@ def test_what_is_not_finite_is_not_written(tmp_path):
     spoilt.arrays["model/0000 dense/kernel"][0, 0] = np.nan
     writer.write(spoilt)
     writer.close()
-    assert told == ["no checkpoint at step 2: model/0000 dense/kernel is not finite"]
+    reason = "(model/0000 dense/kernel is not finite)"
+    last = f"the last good one is {tmp_path}/step-00000001.safetensors"
+    assert told == [f"cannot write checkpoints into {tmp_path} {reason}; training continues, {last}"]
+    assert writer.unwritten == f"the checkpoint of step 2 {reason}, {last}"
     assert os.listdir(tmp_path) == ["step-00000001.safetensors"]

@@ -20,7 +20,6 @@ def test_a_folder_of_checkpoints_is_locked(tmp_path):
     other.wait()
     seen = kerasdp.launch(lambda runner: os.listdir(place), num_devices=1, checkpoint_dir=str(place))
     assert seen == [".lock"]
-    assert os.listdir(place) == []
 
 
 def test_a_folder_that_is_the_workdir_is_locked_once(tmp_path):

@@ -12,6 +12,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.same.portable import portable
+from tests.checkpoint.test_state import gather
 
 GROUPS = ("model", "optimizer", "loss_scale")
 X = np.random.RandomState(0).randn(16, 4).astype("float32")
@@ -96,7 +97,7 @@ def test_another_order_trains_on_as_this_one(make, optimizer):
     source.train_on_batch(X, X[:, :1])  # `fit` would end with the averages in place of the weights
     shapes = [[variable.shape for variable in model.variables] for model in (source, target)]
     assert shapes[0] != shapes[1]
-    state.restore(target, state.gather(source), GROUPS)
+    state.restore(target, gather(source), GROUPS)
     # The model's places, followed by hand.
     pair = [model.layers[-2] if make is graph else model.other for model in (source, target)]
     for get in (lambda block: block.first.kernel, lambda block: block.pairs["a"][1].kernel, lambda block: block.shift):
@@ -129,7 +130,7 @@ def test_another_order_is_the_same_architecture(make):
 def test_metrics_of_layers():
     source, target = (made(Attributes, "sgd", other_order=order) for order in (False, True))
     source.one.mean.update_state([1.0, 3.0])
-    state.restore(target, state.gather(source), ("metrics",))
+    state.restore(target, gather(source), ("metrics",))
     assert (float(target.one.mean.result()), float(target.other.mean.result())) == (2.0, 0.0)
 
 
@@ -144,7 +145,7 @@ def test_what_cannot_be_told_apart_is_refused():
 
     source, target = (made(Unordered, "sgd", other_order=False) for _ in range(2))
     with pytest.raises(UserError, match=r"several model/dense/kernel, and unordered.* too: which is which cannot be"):
-        state.restore(target, state.gather(source), GROUPS)
+        state.restore(target, gather(source), GROUPS)
 
 
 def test_the_best_weights_that_a_callback_keeps():

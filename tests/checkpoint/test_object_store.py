@@ -84,18 +84,18 @@ def post(wire, what, content=b""):
 
 
 def test_refusals(wire, monkeypatch):
-    with pytest.raises(UserError, match=r"cannot write into 's3://nobucket/run' \(.*bucket does not exist"):
+    with pytest.raises(UserError, match=r"cannot use 's3://nobucket/run' \(.*bucket does not exist"):
         require_folder("s3://nobucket/run", resume=False)
     assert "nobucket" not in fsspec.filesystem("s3").ls("")  # nor is it made
     post(wire, "reset-auth", b"0")  # from here on nobody may do anything
-    with pytest.raises(UserError, match=r"cannot read 's3://bucket/run' \(.*(Forbidden|denied|does not exist)"):
+    with pytest.raises(UserError, match=r"cannot use 's3://bucket/run' \(.*(Forbidden|denied|does not exist)"):
         require_folder(f"{BUCKET}/run", resume=False)
     post(wire, "reset-auth", b"1000000000")
     require_folder(f"{BUCKET}/run", resume=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     begin = time.monotonic()
-    with pytest.raises(UserError, match="cannot read 's3://bucket/run' .*Could not connect"):
+    with pytest.raises(UserError, match="cannot use 's3://bucket/run' .*Could not connect"):
         require_folder(f"{BUCKET}/run", resume=False)
     print(f"\nunreachable after {time.monotonic() - begin:.1f} s")
 

@@ -140,15 +140,6 @@ def test_a_signal_in_a_validation(undisturbed, tmp_path):
     assert result == expected
 
 
-def test_a_rank_that_hangs_is_named(tmp_path):
-    done = train_resumable(tmp_path / "run", BACKENDS[0], 2, trouble="hang", at_step=STOP, hang_timeout=4)
-    rank = 1 if BACKENDS[0] == "torch" else 0
-    line = 1 + (PROGRAMS / "resume.py").read_text().splitlines().index("        time.sleep(1000)  # HERE IT HANGS")
-    place = f"at .*resume.py:{line}, in make_trouble"
-    assert done.returncode == 1
-    assert re.search(f"error: rank {rank} hangs {place}.*: nothing moved for 4 s", done.stderr)
-
-
 @pytest.mark.parametrize(("name", "count"), [(BACKENDS[0], 2), pytest.param(BACKENDS[-1], 1, marks=pytest.mark.proof)])
 def test_not_a_number_names_the_last_good_checkpoint(name, count, tmp_path):
     done = train_resumable(tmp_path / "run", name, count, trouble="nan", at_step=STOP, checkpoint_every="1")
@@ -177,7 +168,7 @@ def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
     assert len(result_of(done)["history"]["loss"]) == 2
     assert done.stderr.count("cannot write checkpoints into") == 1
     *_, last = done.stderr.splitlines()
-    assert last.startswith("warning: could not be written: ") and "the checkpoint of step 20 (File too large)" in last
+    assert re.match(r"warning: could not be written: the checkpoint of step 20 \(.*File too large", last)
     assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kerasdp.checkpoint import state
+from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
 from kerasdp.data.batch import SampleReader
 from kerasdp.data.sampling import Order, Split
@@ -31,9 +32,14 @@ def trained(**choices):
     return model
 
 
+def gather(model, groups=GROUPS):
+    """The values of all variables, as a checkpoint has them."""
+    return {name: state.to_numpy(variable) for name, variable in state.variables_of(model, groups).items()}
+
+
 def test_a_copy_does_not_change_with_the_model():
     model = trained()
-    arrays = state.gather(model)
+    arrays = gather(model)
     kept = {name: array.copy() for name, array in arrays.items()}
     x = np.ones((8, 3), "float32")
     model.fit(x, x[:, :1], verbose=0)
@@ -55,27 +61,18 @@ def fitted(model):
     return model
 
 
-def alike(*smoothings):
-    """Metrics with the names that Keras gives such without one."""
-    return [
-        keras.metrics.BinaryCrossentropy(from_logits=True, label_smoothing=smoothing, name=f"own_{place}")
-        for place, smoothing in enumerate(smoothings)
-    ]
-
-
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
         (([["mae", "mse"], ["mse", "cosine_similarity"]],), ([["mse", "mae"], ["cosine_similarity", "mse"]],)),
-        (([alike(0.0, 0.5), None],), ([alike(0.5, 0.0), None],)),
         (([["mae"], None], [["mse", "mae"], None]), ([["mae"], None], [["mae", "mse"], None])),
     ],
-    ids=["names", "arguments", "weighted"],
+    ids=["names", "weighted"],
 )
 def test_metrics_in_another_order(saved, resumed):
     source, target = fitted(with_metrics(*saved)), fitted(with_metrics(*resumed))
     target.reset_metrics()
-    state.restore(target, state.gather(source), ("metrics",))
+    state.restore(target, gather(source), ("metrics",))
 
     def results(model):
         metrics = model._compile_metrics.metrics
@@ -88,31 +85,29 @@ def test_metrics_in_another_order(saved, resumed):
 @pytest.mark.parametrize("metrics", [[["mae", "mse"], ["mse"]], [["mae"], None], [None, ["mae"]], [["mse"], ["mse"]]])
 def test_other_metrics_within_an_epoch_are_refused(metrics):
     source, target = fitted(with_metrics([["mae"], ["mse"]])), fitted(with_metrics(metrics))
-    with pytest.raises(
-        UserError, match=r"within an epoch, whose metrics were others: metrics/compiled/dense/\d/m.*; resume"
-    ):
-        state.restore(target, state.gather(source), ("metrics",))
+    with pytest.raises(UserError, match=r"the checkpoint is of another metrics: metrics/compiled/dense/\d/m"):
+        state.restore(target, gather(source), ("metrics",))
 
 
 def test_loss_scaling_comes_and_goes():
     """A run in float16 resumes in float32, and the other way round."""
     plain, scaled = trained(), trained(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
     groups = ("model", "optimizer", "loss_scale")
-    state.restore(plain, state.gather(scaled), groups)
-    state.restore(scaled, state.gather(plain), groups)
+    state.restore(plain, gather(scaled), groups)
+    state.restore(scaled, gather(plain), groups)
 
 
 @pytest.mark.parametrize("other", [{"units": 5}, {"optimizer": "sgd"}])
 def test_other_variables_are_refused(other):
     with pytest.raises(UserError, match="the checkpoint is of another (model|optimizer)"):
-        state.restore(trained(**other), state.gather(trained()), ("model", "optimizer"))
+        state.restore(trained(**other), gather(trained()), ("model", "optimizer"))
 
 
 def identity(model=None, *, config=None, batch_size=8, shift=0.0):
     x = np.arange(60, dtype="float32").reshape(20, 3) + shift
     source = ArraySource(x, x[:, :1], None)
     order = Order(num_samples=20, batch_size=batch_size, seed=0)
-    return state.identity(config or Config(), model or build(), SampleReader(source, order, Split(1), (0, 1)))
+    return state.identity(config or Config(), model or build(), SampleReader(source, order, Split(1), (0, 1)), None)
 
 
 def test_the_same_run_is_the_same():
@@ -125,6 +120,7 @@ def test_the_same_run_is_the_same():
     ("other", "name"),
     [
         (lambda: identity(config=Config(seed=1)), "--seed"),
+        (lambda: identity(config=Config(learning_rate=0.5)), "--learning_rate"),
         (lambda: identity(config=Config(batch_norm="replica")), "--batch_norm"),
         (lambda: identity(batch_size=9), "global batch"),
         (lambda: identity(shift=1.0), "first batch of the data"),
@@ -139,12 +135,6 @@ def test_another_run_is_named(other, name):
         state.check_identity(identity(), other())
 
 
-def test_another_learning_rate_is_shown_where_the_flag_was_left_out():
-    saved, own = identity(), identity(build(optimizer=keras.optimizers.Adam(0.5)), config=Config(learning_rate=0.5))
-    with pytest.raises(UserError, match=r"--learning_rate: expected 0.001. Received: 0.5; .* begin with its"):
-        state.check_identity(saved, own)
-
-
 def model_of_lambdas(source, line, name):
     function = eval(compile("\n" * line + source, name, "eval"))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Lambda(function), keras.layers.Dense(1, function)])
@@ -152,13 +142,10 @@ def model_of_lambdas(source, line, name):
     return model
 
 
-def test_a_lambda_is_known_by_what_it_computes(monkeypatch):
+def test_a_lambda_is_the_same_wherever_it_stands(monkeypatch):
     monkeypatch.setattr("inspect.getsource", lambda thing: "")  # which Keras shows in a warning
     source = "lambda x: keras.ops.relu(x) * max(y for y in (1, 2))"
-    first = identity(model_of_lambdas(source, 0, "a.py"))
-    assert first == identity(model_of_lambdas(source, 5, "b/a.py"))
-    assert first["model"] != identity(model_of_lambdas(source.replace("2", "3"), 0, "a.py"))["model"]
-    assert first["model"] != identity(model_of_lambdas(source.replace("relu", "tanh"), 0, "a.py"))["model"]
+    assert identity(model_of_lambdas(source, 0, "a.py")) == identity(model_of_lambdas(source, 5, "b/a.py"))
 
 
 class Counting(keras.callbacks.Callback):
@@ -204,7 +191,7 @@ def test_callbacks_get_collections_as_they_were():
     assert state.unsaved_attributes(callback).keys() == before.keys() == {"lists"}
     assert state.unsaved_attributes(callback) != before
     restored = Collecting()
-    assert state.restore_callbacks([restored], states, arrays, model) == []
+    state.restore_callbacks([restored], states, arrays, model)
     expected, received = vars(callback), vars(restored)
     assert expected.pop("lists") != received.pop("lists")
     assert received.keys() == expected.keys()

@@ -2,7 +2,7 @@
 
 python resume.py SETTINGS: fields of kerasdp.Config as JSON, and
     trouble, at_step: what happens on the last rank behind a step, once in a workdir: "signal", "signal in validation",
-        "kill", "hang", "nan", "remove" (the workdir)
+        "kill", "nan", "remove" (the workdir)
     export: a file for the model that was trained
     steps_per_execution: of Keras' `compile`; units: of the last layer but one
 """
@@ -13,7 +13,6 @@ import pathlib
 import shutil
 import signal
 import sys
-import time
 
 import numpy as np
 
@@ -93,8 +92,6 @@ def make_trouble(model, workdir):
         os.kill(os.getpid(), signal.SIGUSR1)
     elif kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "hang":
-        time.sleep(1000)  # HERE IT HANGS
     elif kind == "nan":
         model.optimizer.learning_rate = float("nan")
     elif kind == "remove":

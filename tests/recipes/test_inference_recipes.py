@@ -61,7 +61,7 @@ def test_predictions_are_the_same_everywhere(source, backend, count, trained, im
     expected = keras.saving.load_model(trained(source) / "model.keras", compile=False).predict(x, verbose=0)
     assert expected.std(axis=0).max() > 1e-4  # the images' rows differ, so their order is seen
     np.testing.assert_allclose(np.load(tmp_path / "all.npy"), expected, rtol=0, atol=1e-5)
-    assert not (tmp_path / "run").exists()  # nothing is left in it
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     first, last = done.stdout.splitlines()[-2:]
     assert re.fullmatch(r"37 held-out samples of .*data.py:load \| .*", first)
     assert re.fullmatch(rf"{backend} on {count} virtual CPU devices? .*; predictions in {tmp_path}/all.npy", last)
@@ -92,7 +92,7 @@ def test_wrong_use_is_one_line(trained, tmp_path):
     ]:
         workdir = [] if recipe == "export" else [f"--workdir={tmp_path}/run"]
         assert_one_line_and_exit_code_2(use(recipe, *flags, *workdir, backend=BACKENDS[0]), words)
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 @pytest.mark.proof

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -19,7 +20,8 @@ def recorder_for(folder, log_every=2, resume=None, **fit):
     config = Config(backend=keras.backend.backend(), workdir=str(folder), log_every=log_every)
     state = RunState()
     state.begin_fit(**({"batch_size": 4, "num_batches": 5, "epochs": 2} | fit))
-    recorder = Recorder(state, facts(folder, config=config), folder=str(folder), peak_memory_bytes=lambda: 7)
+    strategy = SimpleNamespace(peak_memory_bytes=lambda: 7)
+    recorder = Recorder(state, facts(folder, config=config), strategy, folder=str(folder))
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.25), "mse")
     recorder.set_model(model)
@@ -90,7 +92,8 @@ def test_each_line_has_the_speed_of_its_steps(runs_ahead, log_every, calls, resu
     """Four images a step and a second: at both ends of an epoch, for one step or several a call, after a resume."""
     device = Device(runs_ahead)
     monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: device.now)
-    resume = {"step": resumed, "position": Position(0, resumed), "images": 4 * resumed, "seconds": 99.0}
+    measured = {"images": 4 * resumed, "seconds": 99.0}
+    resume = {"step": resumed, "position": Position(0, resumed), "measured": measured}
     state, recorder = recorder_for(tmp_path, log_every, resume if resumed else None)
     for number in calls:
         call(state, recorder, *device.steps(number))

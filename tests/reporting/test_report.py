@@ -133,7 +133,6 @@ def test_a_resumed_run_takes_whatever_lies_in_its_folder(tmp_path, capsys):
     (folder / "steps.jsonl").write_bytes(line + b'\xff{"step": 1}\n' + b"[1]\n" + b"[" * 100000 + b"\n" + line)
     for name in ("report.json", "history.csv"):
         (folder / name / "inner").mkdir(parents=True)
-    (folder / "trackers.json").write_text('["no object"]')
     files = run_files.RunFiles(str(folder), facts(tmp_path), last_step=1, history=[{"epoch": 1, "loss": 0.5}])
     files.add_result({"final": {}})
     files.close()
@@ -143,7 +142,6 @@ def test_a_resumed_run_takes_whatever_lies_in_its_folder(tmp_path, capsys):
         f"warning: cannot write {folder}/{name} (Is a directory); training continues"
         for name in ("history.csv", "report.json")
     ]
-    assert run_files._ids_in(str(folder / "trackers.json")) == {}
 
 
 @pytest.mark.parametrize("verbose", [None, 0])
