@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 from kerasdp.keras_compat.layers import is_of_keras
-from kerasdp.keras_compat.patches import current_step, step_with
-from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, seed_of, seeded
+from kerasdp.keras_compat.patches import current_step, replaced, step_with
+from kerasdp.keras_compat.random import creating_weights, fans_of, has_drawn_seed, seed_of
 from kerasdp.same import random as random_numbers
 
 # The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.
@@ -154,10 +154,13 @@ def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
 
 
 def _seeded(weight: _Weight) -> contextlib.AbstractContextManager[None]:
-    """Gives an initializer without a seed a portable one while it draws, for what a user-defined one does with it."""
+    """Gives an initializer without a seed a portable one while it draws, for what a user-defined one does with it.
+
+    Keras 3.15 draws one at random when the initializer is made, before it is known which weight it draws.
+    """
     if weight.has_own_seed:
         return contextlib.nullcontext()
-    return seeded(weight.initializer, _whole_number(weight.key))
+    return replaced(weight.initializer, seed=_whole_number(weight.key))
 
 
 def _whole_number(key: list[int]) -> int:
@@ -195,7 +198,7 @@ def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray
 
 
 def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    fan_in, fan_out = _fans(shape, initializer.input_axes, initializer.output_axes)
+    fan_in, fan_out = fans_of(initializer, shape)
     fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[initializer.mode]
     variance = initializer.scale / max(1.0, fan)
     if initializer.distribution == "uniform":
@@ -204,19 +207,6 @@ def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.rando
     if initializer.distribution == "untruncated_normal":
         return random.normal(0.0, math.sqrt(variance), shape)
     return math.sqrt(variance) / _TRUNCATED_STDDEV * _truncated_normal(shape, random)
-
-
-def _fans(
-    shape: tuple[int, ...], input_axes: list[int] | None = None, output_axes: list[int] | None = None
-) -> tuple[float, float]:
-    """Counts inputs and outputs of a kernel as Keras does (keras/src/initializers/random_initializers.py)."""
-    if input_axes is not None and output_axes is not None:
-        return math.prod(shape[axis] for axis in input_axes), math.prod(shape[axis] for axis in output_axes)
-    if len(shape) < 2:
-        size = shape[0] if shape else 1
-        return size, size
-    field = math.prod(shape[:-2])
-    return field * shape[-2], field * shape[-1]
 
 
 def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
