@@ -269,16 +269,14 @@ def _with_a_gradient(
 
     @ops.custom_gradient
     def largest(rows: Any) -> Any:
-        found = original(rows, axis=-1)
-
         def gradient(upstream: Any) -> Any:
-            is_largest = ops.cast(ops.equal(rows, ops.expand_dims(found, -1)), rows.dtype)
+            is_largest = ops.cast(ops.equal(rows, original(rows, axis=-1, keepdims=True)), rows.dtype)
             number = ops.sum(is_largest, axis=-1, keepdims=True)
             first = ops.one_hot(ops.argmax(rows, -1), rows.shape[-1], dtype=rows.dtype)
             share = ops.where(number > 1, is_largest / ops.maximum(number, 1), first)
             return share * ops.expand_dims(upstream, -1)
 
-        return found, gradient
+        return original(rows, axis=-1), gradient
 
     shape = [1 if each in axes else size for each, size in enumerate(x.shape)]
     return ops.reshape(largest(rows), shape) if keepdims else largest(rows)

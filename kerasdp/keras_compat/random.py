@@ -135,9 +135,8 @@ def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[No
             initializer = hooks.replace_initializer(initializer, layer)
         return add(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
 
-    def init(generator: Any, own_seed: int | None = None, *args: Any, **kwargs: Any) -> None:
-        own_seed = kwargs.pop("seed", own_seed)
-        make_generator(generator, hooks.make_seed() if own_seed is None else own_seed, *args, **kwargs)
+    def init(generator: Any, seed: int | None = None, *args: Any, **kwargs: Any) -> None:
+        make_generator(generator, hooks.make_seed() if seed is None else seed, *args, **kwargs)
 
     def draw(call: Callable[..., Any], initializer: Any, shape: Any, dtype: Any = None) -> Any:
         dtype = keras.backend.standardize_dtype(dtype)

@@ -29,7 +29,6 @@ class _Weight(NamedTuple):
     """A weight that is being drawn: by which initializer, with which key, and what numbers the draws within it."""
 
     initializer: Any
-    has_own_seed: bool
     key: list[int]
     key_within: list[int]
     indices: Iterator[int]
@@ -63,18 +62,20 @@ class WeightNumbering:
         if hasattr(initializer, "seed"):
             place = [self.seed, next(self._indices)]
             source = _copied_from(initializer, layer)
-            has_own_seed, key = not has_drawn_seed(source), self._key_of(source, place)
+            key = self._key_of(source, place)
+            # Keras 3.15 draws a seed at random when the initializer is made, before it is known which weight it draws.
+            seed = {"seed": _whole_number(key)} if has_drawn_seed(source) else {}
         elif is_of_keras(type(initializer)):  # constants
             return initializer
         else:
             place = key = self._next_key(_FUNCTION)
-            has_own_seed = True
-        within = _Weight(initializer, has_own_seed, key, place, itertools.count())
+            seed = {}
+        within = _Weight(initializer, key, place, itertools.count())
 
         def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
             # Drawn once more, as Keras does for a weight that is made in a trace, it is the same.
             weight = within._replace(indices=itertools.count())
-            with step_with(weight=weight), self.portable_draws(), _seeded(weight):
+            with step_with(weight=weight), self.portable_draws(), replaced(initializer, **seed):
                 return initializer(shape, dtype=dtype)
 
         return draw_values
@@ -151,16 +152,6 @@ def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
         if isinstance(other, type(initializer)) and has_drawn_seed(other) and other.seed == seed_of(initializer):
             return other
     return initializer
-
-
-def _seeded(weight: _Weight) -> contextlib.AbstractContextManager[None]:
-    """Gives an initializer without a seed a portable one while it draws, for what a user-defined one does with it.
-
-    Keras 3.15 draws one at random when the initializer is made, before it is known which weight it draws.
-    """
-    if weight.has_own_seed:
-        return contextlib.nullcontext()
-    return replaced(weight.initializer, seed=_whole_number(weight.key))
 
 
 def _whole_number(key: list[int]) -> int:
