@@ -199,6 +199,7 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
     from kerasdp.keras_compat.settings import set_precision, set_seed
     from kerasdp.same import initial_weights
 
+    _prepare_tensorflow(settings)
     set_seed(settings.seed)
     set_precision(settings.precision)
     num_there = 1 if name == "torch" and not devices.is_accelerator else devices.count
@@ -248,10 +249,14 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 
 class _QuietTensorFlow(importlib.abc.MetaPathFinder):
-    """Imports TensorFlow, in a run of another backend, without what it prints, and keeps it off the GPUs.
+    """Imports TensorFlow, in a run of another backend, without what it prints, keeps it off the GPUs, and seeds it.
 
-    There it is imported for tf.data. By default it (2.21) would take all of each GPU's memory.
+    There it is imported for tf.data, which shuffles with that seed. By default it (2.21) would take all of each GPU's
+    memory.
     """
+
+    def __init__(self, seed: int):
+        self._seed = seed
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         """Returns how to import TensorFlow; None for other modules."""
@@ -262,17 +267,23 @@ class _QuietTensorFlow(importlib.abc.MetaPathFinder):
             spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
         return spec
 
-    @staticmethod
-    def _execute(exec_module: Callable[[Any], None], module: Any) -> None:
+    def _execute(self, exec_module: Callable[[Any], None], module: Any) -> None:
         with _native_stderr_suppressed():
             exec_module(module)
             module.config.set_visible_devices([], "GPU")
+        module.random.set_seed(self._seed)
+
+
+def _prepare_tensorflow(settings: Config) -> None:
+    """Lets TensorFlow be imported for tf.data, in a run of another backend, as `_QuietTensorFlow` does."""
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _QuietTensorFlow)]  # of a run before
+    if settings.backend != "tensorflow":
+        sys.meta_path.insert(0, _QuietTensorFlow(settings.seed))
 
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
-    if settings.backend != "tensorflow" and not any(isinstance(each, _QuietTensorFlow) for each in sys.meta_path):
-        sys.meta_path.insert(0, _QuietTensorFlow())
+    _prepare_tensorflow(settings)
     with signals.noticed(), _device_errors_told():
         with signals.delayed():
             place, kind = _ENGINES[str(settings.backend), settings.strategy if settings.shard == "none" else "shard"]

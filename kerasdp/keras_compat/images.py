@@ -93,7 +93,7 @@ def affine(
         transform: `(images, 8)`: a matrix of 3 x 3 numbers, which says where pixels come from, without the last, 1.
         interpolation: as in Keras, with all that follows.
     """
-    if not (_is_float64(images) or fill_mode == "wrap") or not _is_batch(images):
+    if not (is_float64(images) or fill_mode == "wrap") or not _is_batch(images):
         return original(images, transform, interpolation, fill_mode, fill_value, data_format)
     return _moved(images, transform, None, interpolation, fill_mode, fill_value, data_format)
 
@@ -107,7 +107,7 @@ def perspective(
     Keras (3.15.1) takes the points in float32 on TensorFlow and jax. Its function that makes a matrix of them, on each
     backend `keras.src.backend.image.compute_homography_matrix`, is in no public module.
     """
-    if not _is_float64(images) or not _is_batch(images) or len(start_points.shape) != 3:
+    if not is_float64(images) or not _is_batch(images) or len(start_points.shape) != 3:
         return original(images, start_points, end_points, interpolation, fill_value, data_format)
     transform = backend.image.compute_homography_matrix(
         *(ops.cast(one, "float64") for one in (start_points, end_points))
@@ -116,8 +116,9 @@ def perspective(
     return _moved(images, transform, nearer, interpolation, "constant", fill_value, data_format)
 
 
-def _is_float64(images: Any) -> bool:
-    return keras.backend.standardize_dtype(ops.convert_to_tensor(images).dtype) == "float64"
+def is_float64(tensor: Any) -> bool:
+    """Returns whether a tensor or an array is in float64."""
+    return keras.backend.standardize_dtype(ops.convert_to_tensor(tensor).dtype) == "float64"
 
 
 def _is_batch(images: Any) -> bool:
@@ -133,7 +134,7 @@ def _moved(
     Args:
         nearer: `(images, 2)`, the two numbers before the last; None: zeros.
     """
-    images, is_wide = ops.convert_to_tensor(images), _is_float64(images)
+    images, is_wide = ops.convert_to_tensor(images), is_float64(images)
     wide = "float64" if is_wide else "float32"  # by hand: `result_type` gives float32 where floats are to be narrow
     is_first = (data_format or keras.config.image_data_format()) == "channels_first"
     images = ops.transpose(images, (0, 2, 3, 1)) if is_first else images

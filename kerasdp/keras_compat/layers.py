@@ -69,25 +69,15 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
 
 
 @contextlib.contextmanager
-def adapters_as_asked() -> Iterator[None]:
-    """Returns a context in which adapters (LoRA) are as wide as their layer, and as strong as its arguments say.
-
-    Keras 3.15 makes them float32 also beside a kernel of float64. And a layer that is built with `lora_rank`, as one
-    that was saved, forgets its `lora_alpha`.
-    """
+def adapters_in_float64() -> Iterator[None]:
+    """Returns the context in which adapters (LoRA) of a layer in float64 are float64, too; Keras 3.15 has float32."""
 
     def add(add_weight: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("name")).startswith("lora_") and layer.variable_dtype == "float64":
             kwargs["dtype"] = "float64"
         return add_weight(layer, *args, **kwargs)
 
-    def enable(enable_lora: Callable[..., Any], layer: Any, rank: int, lora_alpha: Any = None, **kwargs: Any) -> None:
-        enable_lora(layer, rank, lora_alpha or layer.lora_alpha, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(wrapped(keras.Layer, add_weight=add))
-        for kind in (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding):
-            stack.enter_context(wrapped(kind, enable_lora=enable))
+    with wrapped(keras.Layer, add_weight=add):  # of what it is by then
         yield
 
 

@@ -192,14 +192,11 @@ def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
 def compute_loss(
     model: keras.Model, inputs: Any, targets: Any, outputs: Any, sample_weight: Any, *, training: bool
 ) -> Any:
-    """Calls the public `model.compute_loss`, with `training` if it takes that, as Keras' own steps do."""
-    arguments = {"training": training} if _takes_training(type(model).compute_loss) else {}
-    return model.compute_loss(inputs, targets, outputs, sample_weight, **arguments)
+    """Calls the public `model.compute_loss`, with `training` if it takes that.
 
-
-@functools.cache
-def _takes_training(function: Callable[..., Any]) -> bool:
-    return "training" in inspect.signature(function).parameters
+    Keras 3.15: `Trainer._compute_loss`, by which its own steps call it.
+    """
+    return model._compute_loss(inputs, targets, outputs, sample_weight, training=training)
 
 
 def restored_epoch(model: keras.Model) -> int | None:
@@ -292,16 +289,14 @@ def output_symbols(model: keras.Model, inputs: Any) -> Any:
         model: any.
         inputs: `KerasTensor`s, with as many rows as a batch has.
     """
-    functional = as_functional(model) if calls_own_graph(model) else None
-    if functional is None:
+    symbols = None
+    if not calls_own_graph(model) or as_functional(model) is None:
         try:
             symbols = backend.compute_output_spec(model, inputs, training=False)
         except Exception:  # a user-defined `call`: Keras says it better, or does without where it runs eagerly
             return None
-        functional = as_functional(model) if calls_own_graph(model) else None
-        if functional is None:
-            return symbols
-    return outputs_structure(functional)
+    functional = as_functional(model) if calls_own_graph(model) else None
+    return symbols if functional is None else outputs_structure(functional)
 
 
 def last_activation(symbol: Any) -> tuple[str, str | None]:

@@ -38,22 +38,11 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
         (_functions(module, name), name, other) for (module, name), other in others if not (is_3_16 and name in _GONE)
     ]
     found += [(keras.layers.RNN, "inner_loop", _inputs_first)]
-    found += [(keras.callbacks.SwapEMAWeights, "on_predict_end", _swapped_back)]
     found += [(keras.layers.RandomHue, "_transform_value_range", images.hue_in_its_own_type)]
     if keras.backend.backend() == "torch":
         found += [(keras.layers.GroupNormalization, "call", _by_groups)]
         found += [(keras.layers.RandomBrightness, "transform_images", images.brightness_of_a_copy)]
     return replaced_in_each((owner, {name: in_place_of(getattr(owner, name), other)}) for owner, name, other in found)
-
-
-def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None) -> None:
-    """Puts the trained weights back after a prediction with averaged ones.
-
-    Keras 3.15 asks for the opposite (`if not self._ema_weights_in_model`), so training continues from the averages.
-    """
-    original(callback, logs)
-    if callback._ema_weights_in_model:
-        callback.on_test_end(logs)
 
 
 # Of which Keras 3.16 has none of its own: `keras.ops.amax` calls `max` of the backend.
@@ -111,7 +100,7 @@ def _is_by_heads(query: Any, key: Any, value: Any, options: dict[str, Any]) -> b
     einsum (2.21) takes twice as long as the same by transposes and products.
     """
     if keras.backend.backend() != "tensorflow":
-        return keras.backend.backend() == "jax" and _is_float64(query)
+        return keras.backend.backend() == "jax" and images.is_float64(query)
     is_plain = not (options.get("flash_attention") or options.get("attn_logits_soft_cap"))
     return is_plain and all(len(each.shape) == 4 and None not in each.shape[1:] for each in (query, key, value))
 
@@ -197,15 +186,11 @@ def _first_largest(original: Callable[..., Any], x: Any, axis: int | None = None
 
 def _exact_gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
     x = ops.convert_to_tensor(x)
-    if not _is_float64(x):
+    if not images.is_float64(x):
         return original(x, approximate)
     if approximate:
         return 0.5 * x * (1 + ops.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * (1 + ops.erf(x / np.sqrt(2)))
-
-
-def _is_float64(tensor: Any) -> bool:
-    return keras.backend.standardize_dtype(tensor.dtype) == "float64"
 
 
 def of_values(original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, **axis: Any) -> Any:
@@ -280,23 +265,21 @@ def _with_a_gradient(
     rank = len(x.shape)
     axes = tuple(range(rank)) if axis is None else tuple(each % rank for each in np.atleast_1d(axis))
     others = tuple(each for each in range(rank) if each not in axes)
+    rows = ops.reshape(ops.transpose(x, (*others, *axes)), (*(x.shape[each] for each in others), -1))
 
     @ops.custom_gradient
-    def largest(x: Any) -> Any:
+    def largest(rows: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            found = original(x, axis=axes, keepdims=True)
-            is_largest = ops.cast(ops.equal(x, found), x.dtype)
-            number = ops.sum(is_largest, axis=axes, keepdims=True)
-            rows = ops.transpose(x, (*others, *axes))
-            flat = ops.reshape(rows, (*(x.shape[each] for each in others), -1))
-            first = ops.reshape(ops.one_hot(ops.argmax(flat, -1), flat.shape[-1], dtype=x.dtype), rows.shape)
-            first = ops.transpose(first, tuple(int(each) for each in np.argsort((*others, *axes))))
+            is_largest = ops.cast(ops.equal(rows, original(rows, axis=-1, keepdims=True)), rows.dtype)
+            number = ops.sum(is_largest, axis=-1, keepdims=True)
+            first = ops.one_hot(ops.argmax(rows, -1), rows.shape[-1], dtype=rows.dtype)
             share = ops.where(number > 1, is_largest / ops.maximum(number, 1), first)
-            return share * ops.reshape(upstream, found.shape)
+            return share * ops.expand_dims(upstream, -1)
 
-        return original(x, axis=axes, keepdims=keepdims), gradient
+        return original(rows, axis=-1), gradient
 
-    return largest(x)
+    shape = [1 if each in axes else size for each, size in enumerate(x.shape)]
+    return ops.reshape(largest(rows), shape) if keepdims else largest(rows)
 
 
 def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
@@ -409,13 +392,11 @@ def _without_padding(
     if begins == ends:
         return original(inputs, pool_size, strides, padding, data_format)
     widths = [(0, 0), *zip(begins, ends), (0, 0)] if is_last else [(0, 0), (0, 0), *zip(begins, ends)]
-    averages = original(ops.pad(inputs, widths), pool_size, strides, "valid", data_format)
-    shares = np.ones((1,) * (rank + 2))
-    for axis, (n, k, step, begin) in enumerate(zip(lengths, sizes, steps, begins), 1 if is_last else 2):
-        first = np.arange(-(-n // step)) * step - begin
-        counts = np.minimum(first + k, n) - np.maximum(first, 0)
-        shares = shares * (k / counts).reshape([-1 if each == axis else 1 for each in range(rank + 2)])
-    return averages * ops.convert_to_tensor(shares, dtype=averages.dtype)
+    averages, shares = (
+        original(ops.pad(each, widths), pool_size, strides, "valid", data_format)
+        for each in (inputs, ops.ones_like(inputs[:1], dtype="float64"))
+    )
+    return averages * ops.cast(1 / shares, averages.dtype)
 
 
 def _mirrored(
@@ -427,8 +408,7 @@ def _mirrored(
     takes for that of the last.
     """
     x = ops.convert_to_tensor(x)
-    if len(pad_width) == 1:
-        pad_width = [tuple(pad_width[0]) * (2 // len(pad_width[0]))] * len(x.shape)
+    pad_width = np.broadcast_to(pad_width, (len(x.shape), 2)).tolist()
     if mode != "symmetric":
         return original(x, pad_width, mode=mode, **values)
     for axis, (before, after) in enumerate(pad_width):

@@ -2,28 +2,20 @@
 
 import contextlib
 import functools
-import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
-from kerasdp.keras_compat.layers import with_shapes
+from kerasdp.keras_compat.layers import is_of_keras
 from kerasdp.keras_compat.patches import in_place_of, replaced, replaced_in_each, wrapped
 
 
 def inner_optimizer(optimizer: Any) -> Any:
     """Returns the optimizer that a `LossScaleOptimizer` wraps; any other (or None) as it is."""
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def wrapped_optimizers(optimizer: Any) -> list[Any]:
-    """Returns an optimizer and the one that it wraps, if it does; nothing for None."""
-    inner = inner_optimizer(optimizer)
-    return [each for each in (optimizer, inner if inner is not optimizer else None) if each is not None]
 
 
 def learning_rate_schedule(optimizer: Any) -> keras.optimizers.schedules.LearningRateSchedule | None:
@@ -156,44 +148,16 @@ def updating_parts(
     return replaced_in_each(changes)
 
 
-def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of: Callable[[Any], Any]) -> bool:
-    """Returns whether a built optimizer makes of a part of a weight what it makes of that part within the whole.
+# Optimizers of Keras that make of a part of a weight what they make of that part within the whole.
+_OF_SINGLE_NUMBERS = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD", "ScheduleFreeAdamW"
+)  # fmt: skip
 
-    Found by trying, on torch, with made numbers and without clipping by norms; nothing changes. Keras
-    3.15: `_get_current_learning_rate`, of a fixed rate or a schedule; no public way to give another.
 
-    Args:
-        optimizer: not one that scales the loss.
-        weight: that it was built for, at least of rank 1.
-        slots: what it keeps for the weight.
-        part_of: gives the part of a tensor of the weight's shape.
-    """
-    if any(math.prod(slot.shape) > 1 and tuple(slot.shape) != tuple(weight.shape) for slot in slots):
-        return False
-    like_weight = [weight, *(slot for slot in slots if tuple(slot.shape) == tuple(weight.shape))]
-    numbers = ops.reshape(ops.arange(math.prod(weight.shape), dtype=weight.dtype), weight.shape)
-    # Along each axis they grow, or a part would be as large as the whole in the mean.
-    growing = 1.0 + sum(
-        ops.reshape(ops.arange(size, dtype=weight.dtype) / size, [-1] + [1] * (len(weight.shape) - axis - 1))
-        for axis, size in enumerate(weight.shape)
-    )
-    rate = ops.convert_to_tensor(0.1, "float32")  # whatever its own is: what it changes must be seen
-
-    def updated(part: Callable[[Any], Any]) -> Any:
-        held = [(slot, part(ops.convert_to_tensor(slot))) for slot in like_weight[1:]]
-        values = [(weight, part(ops.cos(numbers) * growing)), *held]
-        with (
-            replaced(optimizer, clipnorm=None, global_clipnorm=None, gradient_accumulation_steps=None, use_ema=False),
-            replaced(optimizer, _get_current_learning_rate=lambda: rate),
-            updating_one_by_one(optimizer),
-            with_shapes((variable, value.shape) for variable, value in values),
-            keras.StatelessScope(values) as scope,
-        ):
-            optimizer.apply([part(ops.sin(numbers) * growing)], [weight])
-            return ops.convert_to_numpy(scope.get_current_value(weight))
-
-    whole, own = ops.convert_to_numpy(part_of(ops.convert_to_tensor(updated(lambda value: value)))), updated(part_of)
-    return bool(np.allclose(whole, own, rtol=1e-4, atol=1e-5))
+def updates_single_numbers(optimizer: Any) -> bool:
+    """Returns whether an optimizer is one of Keras that updates each number of a weight by itself."""
+    kind = type(inner_optimizer(optimizer))
+    return is_of_keras(kind) and kind.__name__ in _OF_SINGLE_NUMBERS
 
 
 def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
@@ -254,7 +218,8 @@ def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[Non
         )
         return types.MethodType(next(steps), one)
 
-    return replaced_in_each((one, {"_backend_update_step": one_by_one(one)}) for one in wrapped_optimizers(optimizer))
+    optimizers = {optimizer, inner_optimizer(optimizer)} - {None}  # with the one in a LossScaleOptimizer
+    return replaced_in_each((one, {"_backend_update_step": one_by_one(one)}) for one in optimizers)
 
 
 def has_branches(optimizer: Any) -> bool:
@@ -345,9 +310,9 @@ def deciding_on_device(optimizer: Any) -> Iterator[None]:
 
     Keras 3.15: `_common_apply` asks for the number whether the gradients are finite: on torch that waits for the
     device, and cannot be captured in a graph; on TensorFlow the branch waits, and `_tf_apply` leaves the replicas for
-    it. Here both outcomes are computed, and one is taken, if `can_decide_on_device`. No public way.
+    it. Here both outcomes are computed, and one is taken, if the class is Keras'. No public way.
     """
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not can_decide_on_device(optimizer):
+    if inner_optimizer(optimizer) is optimizer or not is_of_keras(type(optimizer)):
         yield
         return
 
@@ -357,21 +322,6 @@ def deciding_on_device(optimizer: Any) -> Iterator[None]:
 
     with replaced(optimizer, _common_apply=apply, _tf_apply=apply):
         yield
-
-
-def can_decide_on_device(optimizer: Any) -> bool:
-    """Returns whether an optimizer scales no loss, or scales it by methods that are Keras' own."""
-    own = keras.optimizers.LossScaleOptimizer
-    names = (
-        "apply",
-        "_common_apply",
-        "_tf_apply",
-        "_stateful_handle_finite_grads",
-        "_stateful_handle_non_finite_grads",
-    )
-    return inner_optimizer(optimizer) is optimizer or all(
-        getattr(type(optimizer), name, None) is getattr(own, name) for name in names
-    )
 
 
 def _apply(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import keras
 from keras.src.backend import random as keras_random
 from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.initializers.random_initializers import compute_fans
 from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.random.seed_generator import draw_seed
 from keras.src.utils.backend_utils import in_tf_graph
@@ -134,16 +135,12 @@ def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[No
             initializer = hooks.replace_initializer(initializer, layer)
         return add(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
 
-    def init(generator: Any, own_seed: int | None = None, *args: Any, **kwargs: Any) -> None:
-        own_seed = kwargs.pop("seed", own_seed)
-        make_generator(generator, hooks.make_seed() if own_seed is None else own_seed, *args, **kwargs)
+    def init(generator: Any, seed: int | None = None, *args: Any, **kwargs: Any) -> None:
+        make_generator(generator, hooks.make_seed() if seed is None else seed, *args, **kwargs)
 
     def draw(call: Callable[..., Any], initializer: Any, shape: Any, dtype: Any = None) -> Any:
         dtype = keras.backend.standardize_dtype(dtype)
         return hooks.draw(initializer, shape, dtype) if _is_floating(dtype) else call(initializer, shape, dtype)
-
-    def make_default_seed() -> int:
-        return hooks.make_default_seed()
 
     def generator_in_graph(get: Callable[..., Any], layer: Any, backend: Any = None) -> Any:
         """In `tf.data` Keras makes another generator, on torch and jax, of a seed that may not have been given."""
@@ -157,20 +154,19 @@ def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[No
     exchanged = [
         (layer_class, "add_weight", add_weight),
         (seed_class, "__init__", init),
-        (keras_random, "make_default_seed", make_default_seed),
+        (keras_random, "make_default_seed", lambda: hooks.make_default_seed()),
         (DataLayer, "_get_seed_generator", in_place_of(original(DataLayer._get_seed_generator), generator_in_graph)),
         *((kind, "__call__", in_place_of(original(kind.__call__), draw)) for kind in drawing),
     ]
     return replaced_in_each((owner, {name: standing_for(getattr(owner, name), new)}) for owner, name, new in exchanged)
 
 
-def seeded(initializer: Any, seed: int) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which an initializer has another public `seed`.
+def fans_of(initializer: keras.initializers.VarianceScaling, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns how many inputs and outputs a kernel of that shape has, as an initializer counts them.
 
-    Keras 3.15 draws it at random if none was given, when the initializer is made, before it is known which weight it
-    draws. Unneeded once an initializer draws its seed through a hook.
+    Keras 3.15: `compute_fans`; no public way.
     """
-    return replaced(initializer, seed=seed)
+    return compute_fans(shape, initializer.input_axes, initializer.output_axes)
 
 
 def _is_floating(dtype: Any) -> bool:

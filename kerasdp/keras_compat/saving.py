@@ -93,12 +93,9 @@ def compiled_as_any_backend_does(model: keras.Model) -> Iterator[None]:
     which the public `get_compile_config()` gives a copy alone.
     """
     config = getattr(getattr(model, "_compile_config", None), "config", {})
-    kept = config.get("jit_compile")
-    if kept is None:
-        yield
-        return
-    config["jit_compile"] = "auto"
+    kept = {name: value for name, value in config.items() if name == "jit_compile" and value is not None}
+    config.update(dict.fromkeys(kept, "auto"))
     try:
         yield
     finally:
-        config["jit_compile"] = kept
+        config.update(kept)

@@ -1,8 +1,7 @@
 """Sets what Keras holds for the whole process: precision, seed, and which backends it may import."""
 
 import contextlib
-import importlib.abc
-import importlib.util
+import importlib
 import sys
 import threading
 import types
@@ -94,45 +93,16 @@ def _in_full(x: Any) -> Any:
     return np.asarray(x) if has_floats and all(type(number) in (float, int) for number in numbers) else x
 
 
-class _SeedsTensorFlow(importlib.abc.MetaPathFinder):
-    """Seeds TensorFlow as soon as it is imported, in the function of a run maybe: tf.data shuffles with that seed."""
-
-    seed = 0
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Returns where TensorFlow is, which is seeded if it is then imported, too; nothing of other modules."""
-        if fullname != "tensorflow":
-            return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                module.random.set_seed(self.seed)
-                sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-_seeds_tensorflow = _SeedsTensorFlow()
-
-
 def set_seed(seed: int) -> None:
     """Calls `keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
 
-    TensorFlow is seeded, too, where it is imported, and else when it will be: tf.data shuffles with that seed and the
-    one of `shuffle`.
+    TensorFlow is seeded, too, where it is imported: tf.data shuffles with that seed and the one of `shuffle`. Where it
+    is not imported yet, `kerasdp.launch` seeds it later.
     """
     with without_tensorflow():
         keras.utils.set_random_seed(seed)
-    _seeds_tensorflow.seed = seed
     if "tensorflow" in sys.modules:
         sys.modules["tensorflow"].random.set_seed(seed)
-    elif _seeds_tensorflow not in sys.meta_path:
-        sys.meta_path.insert(0, _seeds_tensorflow)
 
 
 def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:

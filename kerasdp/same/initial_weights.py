@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 from kerasdp.keras_compat.layers import is_of_keras
-from kerasdp.keras_compat.patches import current_step, step_with
-from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, seed_of, seeded
+from kerasdp.keras_compat.patches import current_step, replaced, step_with
+from kerasdp.keras_compat.random import creating_weights, fans_of, has_drawn_seed, seed_of
 from kerasdp.same import random as random_numbers
 
 # The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.
@@ -29,7 +29,6 @@ class _Weight(NamedTuple):
     """A weight that is being drawn: by which initializer, with which key, and what numbers the draws within it."""
 
     initializer: Any
-    has_own_seed: bool
     key: list[int]
     key_within: list[int]
     indices: Iterator[int]
@@ -63,18 +62,20 @@ class WeightNumbering:
         if hasattr(initializer, "seed"):
             place = [self.seed, next(self._indices)]
             source = _copied_from(initializer, layer)
-            has_own_seed, key = not has_drawn_seed(source), self._key_of(source, place)
+            key = self._key_of(source, place)
+            # Keras 3.15 draws a seed at random when the initializer is made, before it is known which weight it draws.
+            seed = {"seed": _whole_number(key)} if has_drawn_seed(source) else {}
         elif is_of_keras(type(initializer)):  # constants
             return initializer
         else:
             place = key = self._next_key(_FUNCTION)
-            has_own_seed = True
-        within = _Weight(initializer, has_own_seed, key, place, itertools.count())
+            seed = {}
+        within = _Weight(initializer, key, place, itertools.count())
 
         def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
             # Drawn once more, as Keras does for a weight that is made in a trace, it is the same.
             weight = within._replace(indices=itertools.count())
-            with step_with(weight=weight), self.portable_draws(), _seeded(weight):
+            with step_with(weight=weight), self.portable_draws(), replaced(initializer, **seed):
                 return initializer(shape, dtype=dtype)
 
         return draw_values
@@ -153,13 +154,6 @@ def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
     return initializer
 
 
-def _seeded(weight: _Weight) -> contextlib.AbstractContextManager[None]:
-    """Gives an initializer without a seed a portable one while it draws, for what a user-defined one does with it."""
-    if weight.has_own_seed:
-        return contextlib.nullcontext()
-    return seeded(weight.initializer, _whole_number(weight.key))
-
-
 def _whole_number(key: list[int]) -> int:
     return int(np.random.RandomState(key).randint(2**31 - 1))
 
@@ -195,7 +189,7 @@ def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray
 
 
 def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    fan_in, fan_out = _fans(shape, initializer.input_axes, initializer.output_axes)
+    fan_in, fan_out = fans_of(initializer, shape)
     fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[initializer.mode]
     variance = initializer.scale / max(1.0, fan)
     if initializer.distribution == "uniform":
@@ -204,19 +198,6 @@ def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.rando
     if initializer.distribution == "untruncated_normal":
         return random.normal(0.0, math.sqrt(variance), shape)
     return math.sqrt(variance) / _TRUNCATED_STDDEV * _truncated_normal(shape, random)
-
-
-def _fans(
-    shape: tuple[int, ...], input_axes: list[int] | None = None, output_axes: list[int] | None = None
-) -> tuple[float, float]:
-    """Counts inputs and outputs of a kernel as Keras does (keras/src/initializers/random_initializers.py)."""
-    if input_axes is not None and output_axes is not None:
-        return math.prod(shape[axis] for axis in input_axes), math.prod(shape[axis] for axis in output_axes)
-    if len(shape) < 2:
-        size = shape[0] if shape else 1
-        return size, size
-    field = math.prod(shape[:-2])
-    return field * shape[-2], field * shape[-1]
 
 
 def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:

@@ -1,7 +1,6 @@
-"""Layers with one meaning on every backend and device count."""
+"""A batch norm with one meaning on every backend and device count."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -10,11 +9,10 @@ from keras import ops
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.saving import saved_as_keras
-from kerasdp.same import random as random_numbers
 from kerasdp.same import replica_context
 from kerasdp.same.replica_context import FIRST
 
-__all__ = ["BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"]
+__all__ = ["BatchNormalization"]
 
 
 @saved_as_keras
@@ -70,9 +68,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         scale = ops.rsqrt(variance + self.epsilon)
         if self.scale:
             scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
-        outputs = (x - self._spread(mean, x)) * self._spread(scale, x)
+        outputs = (x - mean) * scale
         if self.center:
-            outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
+            outputs = outputs + self._along_channels(ops.cast(self.beta, x.dtype))
         return ops.cast(outputs, self.compute_dtype)
 
     def _has_fused_kernel(self, context: replica_context.ReplicaContext | None) -> bool:
@@ -87,15 +85,12 @@ class BatchNormalization(keras.layers.BatchNormalization):
         axis = self.axis % len(inputs.shape)
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
             inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-        together: dict[str, Any] = {}
+        together: tuple[Any, ...] = ()
         if context is not None and self.statistics == "sync":
-            is_padded = context.num_rows != context.rows
-            together = {
-                "num_rows": context.num_rows if is_padded else None,
-                "gather": context.gather,
-                "weight": context.weight,
-            }
-        outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
+            num_rows = None if context.num_rows == context.rows else context.num_rows
+            together = num_rows, context.gather, context.weight
+        kernel = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.batch_norm")
+        outputs, mean, variance = kernel.normalize(inputs, axis, scale, offset, self.epsilon, *together)
         if context is None or together:
             self.move(mean, variance)
         else:
@@ -166,13 +161,16 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
     def _sums(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         """Returns count, mean, squared deviations per channel, each of shape `(channels,)`; zeros if `x` is empty."""
+
+        def total(values: Any) -> Any:
+            return self._sum(values if weights is None else weights * values)
+
         if weights is None:
             count = ops.broadcast_to(self._count(x, x.dtype), (x.shape[self.axis],))
-            mean = self._sum(x) / ops.maximum(count, 1.0)
-            return count, mean, self._sum(ops.square(x - self._spread(self._along_channels(mean), x)))
-        count = self._sum(weights)
-        mean = self._sum(x * weights) / ops.maximum(count, 1.0)
-        return count, mean, self._sum(weights * ops.square(x - self._spread(self._along_channels(mean), x)))
+        else:
+            count = self._sum(weights)
+        mean = total(x) / ops.maximum(count, 1.0)
+        return count, mean, total(ops.square(x - self._along_channels(mean)))
 
     def _count(self, x: Any, dtype: Any) -> Any:
         """Returns how many numbers of `x` a channel has."""
@@ -185,32 +183,17 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """Returns the sum per channel, taken over one axis after the other.
 
         TensorFlow (2.21, on the CPU) adds up all numbers of a sum one by one: over 61 images of 28x28 its variance is
-        wrong by 3e-4, and so is the gradient of a broadcast, which is such a sum (`_spread`). In short sums the
-        round-off does not pile up: 2e-7, in half the time.
+        wrong by 3e-4. In short sums the round-off does not pile up: 2e-7, in half the time.
         """
         for axis in sorted(self._reduction_axes, reverse=True):
             x = ops.sum(x, axis=axis)
         return x
-
-    def _spread(self, values: Any, x: Any) -> Any:
-        """Broadcasts values so far that they broadcast with `x`, one axis after the other, for the gradient's sake."""
-        for axis in self._reduction_axes[:-1]:
-            if values.shape[axis] == 1:
-                shape = list(ops.shape(values))
-                shape[axis] = ops.shape(x)[axis]
-                values = ops.broadcast_to(values, shape)
-        return values
 
     def _along_channels(self, values: Any) -> Any:
         """Reshapes values of shape `(channels,)` so that they broadcast with the inputs."""
         shape = [1] * (len(self._reduction_axes) + 1)
         shape[self.axis] = -1
         return ops.reshape(values, shape)
-
-
-def _normalize() -> Callable[..., Any]:
-    """Returns the fused kernel of the backend."""
-    return importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.batch_norm").normalize
 
 
 def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
@@ -232,38 +215,3 @@ def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
         count = ops.maximum(own[0], 1.0)
         layer.move(own[1] / count, own[2] / count)
         first += size
-
-
-class _DrawsPortably(keras.layers.Layer):
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        """Drops units in training, and scales the others by `1 / (1 - rate)`."""
-        with random_numbers.portable_draws(f"layer {self.name}", inputs):
-            return super().call(inputs, training)
-
-
-@saved_as_keras
-class Dropout(_DrawsPortably, keras.layers.Dropout):
-    """Keras' dropout with a portable mask (Srivastava et al. 2014, JMLR 15:1929).
-
-    The mask is a pure function of the layer's seed, of how often the layer was called in training (which is part of the
-    model's state, as in Keras), and of the sample's row in the global batch: bit-equal on every backend and device
-    count. Arguments and config are Keras' own; `noise_shape` may have None for axes of the inputs.
-    """
-
-
-@saved_as_keras
-class SpatialDropout1D(_DrawsPortably, keras.layers.SpatialDropout1D):
-    """`keras.layers.SpatialDropout1D` with a portable mask; see `Dropout`.
-
-    It has one number for a whole feature map (Tompson et al. 2015, arXiv:1411.4280).
-    """
-
-
-@saved_as_keras
-class SpatialDropout2D(_DrawsPortably, keras.layers.SpatialDropout2D):
-    """`keras.layers.SpatialDropout2D` with a portable mask; see `Dropout`."""
-
-
-@saved_as_keras
-class SpatialDropout3D(_DrawsPortably, keras.layers.SpatialDropout3D):
-    """`keras.layers.SpatialDropout3D` with a portable mask; see `Dropout`."""

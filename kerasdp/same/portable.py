@@ -17,12 +17,6 @@ from kerasdp.keras_compat.random import draw_portably, give_seed_generator
 from kerasdp.same import layers
 from kerasdp.same.layer_calls import hook_layers
 
-# Keras' classes only: a user-defined subclass may do anything in its `call`.
-_REPLACEMENTS = {
-    getattr(keras.layers, name): getattr(layers, name)
-    for name in ("BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
-}
-
 _A_DRAW = re.compile(r"\brandom\.(dropout|uniform|normal|truncated_normal|randint)\(")
 
 # These differ even with the same random numbers (Keras 3.15).
@@ -33,9 +27,10 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     """Gives batch norm and all random layers of a model the same meaning on every backend and device count.
 
     The layers are changed in place, so it works for any model: functional, Sequential, nested, subclassed. Batch norm
-    and dropout become `kerasdp.layers`; every other layer with a seed generator (GaussianNoise, RandomFlip, LSTM with
-    dropout, user-defined ones) gets its numbers from `kerasdp.same.random`. What cannot be made portable is
-    named in a warning. `Runner` applies it to every model.
+    becomes `kerasdp.layers.BatchNormalization`. Every layer with a seed generator (Dropout, GaussianNoise, RandomFlip,
+    LSTM with dropout, user-defined ones) gets its numbers from `kerasdp.same.random`: a mask of dropout is bit-equal on
+    every backend and device count. What cannot be made portable is named in a warning. `Runner` applies it to every
+    model.
 
     Args:
         model: a built Keras model.
@@ -47,8 +42,6 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     Raises:
         UserError: if the model is not built yet.
     """
-    if not isinstance(model, keras.Model):
-        raise UserError(f"portable: expected a Keras model. Received: {type(model).__name__}")
     if batch_norm not in BATCH_NORMS:
         raise UserError(f"batch_norm: expected one of {', '.join(BATCH_NORMS)}. Received: {batch_norm!r}")
     if has_call(model) and not model.built:
@@ -63,9 +56,10 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     for layer in all_layers(model):
         if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
             give_seed_generator(layer)
-        if type(layer) in _REPLACEMENTS and "call" not in vars(layer):
-            become(layer, _REPLACEMENTS[type(layer)])
-        elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
+        # A subclass may do anything in its `call`.
+        if type(layer) is keras.layers.BatchNormalization and "call" not in vars(layer):
+            become(layer, layers.BatchNormalization)
+        if _draws(layer):
             draw_portably(layer)
         if isinstance(layer, layers.BatchNormalization):
             layer.statistics = batch_norm

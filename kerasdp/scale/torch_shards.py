@@ -125,7 +125,7 @@ class Parts:
         Raises:
             UserError: if the optimizer cannot update parts.
         """
-        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_numbers_alone
+        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_single_numbers
 
         found = self.cut_weights[:] if self.holds_weights else []
         if self._optimizer is None:
@@ -136,13 +136,11 @@ class Parts:
         for slot in optimizer.variables:
             if id(slot) in of_weight:
                 slots.setdefault(id(of_weight[id(slot)][1]), []).append(slot)
-        for weight, axis in self.cut_weights if not self._held else ():
-            own = functools.partial(part_of, axis=axis, number=self.size - 1, num_parts=self.size)
-            if id(weight) in slots and not updates_numbers_alone(optimizer, weight, slots[id(weight)], own):
-                raise UserError(
-                    f"--shard: {type(optimizer).__name__} looks at all numbers of a weight ({weight.path}), of which a "
-                    "rank holds a part with --backend=torch; use --backend=jax, or another --optimizer"
-                )
+        if self.cut_weights and not updates_single_numbers(optimizer):
+            raise UserError(
+                f"--shard: {type(optimizer).__name__} may look at all numbers of a weight, of which a rank holds a "
+                "part with --backend=torch; use --backend=jax, or another --optimizer"
+            )
         for weight, axis in self.cut_weights:
             alike = [slot for slot in slots.get(id(weight), ()) if tuple(slot.shape) == tuple(weight.shape)]
             found += [(slot, axis) for slot in alike]

@@ -15,7 +15,7 @@ from kerasdp.data.batch_reader import BatchReader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
-from kerasdp.keras_compat.layers import adapters_as_asked, frozen_weights
+from kerasdp.keras_compat.layers import adapters_in_float64, frozen_weights
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.keras_compat.saving import arguments_in_configs, save_optimizers_by_public_names
@@ -107,7 +107,7 @@ class Runner:
             metrics_of_ranks_as_they_are(),
             kept_by_clear_session(),
             arguments_in_configs(),
-            adapters_as_asked(),
+            adapters_in_float64(),
         )
         with self._scope(), model_calls_through(self), contextlib.ExitStack() as stack:
             for context in as_in_keras:

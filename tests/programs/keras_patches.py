@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.keras_compat import models, optimizers, settings
-from kerasdp.keras_compat.layers import adapters_as_asked
+from kerasdp.keras_compat.layers import adapters_in_float64
 from kerasdp.keras_compat.numerics import same_on_all_backends
 
 BACKEND = keras.backend.backend()
@@ -305,17 +305,14 @@ def on_tensorflow():
 
 
 def adapters():
-    """Those of LoRA: bits of their numbers beside a kernel of float64, and their strength in a layer that was saved."""
+    """Bits of LoRA's numbers beside a kernel of float64."""
 
-    def layer(**arguments):
-        dense = keras.layers.Dense(3, dtype="float64", lora_rank=2, **arguments)
-        dense.build((None, 4))
-        return dense
+    def bits():
+        layer = keras.layers.Dense(3, dtype="float64", lora_rank=2)
+        layer.build((None, 4))
+        return int(layer.lora_kernel_a.dtype[5:])
 
-    return {
-        "bits of adapters": both(adapters_as_asked, lambda: int(layer().lora_kernel_a.dtype[5:]), 64),
-        "lora_alpha": both(adapters_as_asked, lambda: layer(lora_alpha=6).lora_alpha, 6),
-    }
+    return {"bits of adapters": both(adapters_in_float64, bits, 64)}
 
 
 def outcomes():

@@ -11,6 +11,7 @@ from keras import ops
 
 import kerasdp
 from kerasdp.keras_compat import settings
+from kerasdp.launch import _QuietTensorFlow
 from kerasdp.same import initial_weights, replica_context
 from kerasdp.same import random as random_numbers
 from kerasdp.same.random import threefry
@@ -146,19 +147,16 @@ def test_shapes_are_found_where_a_layer_looks_at_its_numbers():
 
 def test_tensorflow_is_seeded_when_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "tensorflow").mkdir()
-    fake = "class random:\n    seeds = []\n    set_seed = seeds.append\n"
+    fake = "from unittest.mock import Mock\nconfig, random = Mock(), Mock()\n"
     (tmp_path / "tensorflow" / "__init__.py").write_text(fake)
     monkeypatch.syspath_prepend(tmp_path)
-    # A launch in this process leaves a finder of its own, which expects the real TensorFlow.
-    others = [finder for finder in sys.meta_path if type(finder).__module__ != "kerasdp.launch"]
-    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.setattr(sys, "meta_path", [_QuietTensorFlow(7), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
-    for seed in (6, 7):
-        settings.set_seed(seed)
     assert importlib.util.find_spec("tensorflow") is not None  # which others ask, and do not import it
     monkeypatch.setitem(sys.modules, "tensorflow", found := importlib.import_module("tensorflow"))
+    found.config.set_visible_devices.assert_called_once_with([], "GPU")
     settings.set_seed(8)
-    assert found.random.seeds == [7, 8]
+    assert [call.args for call in found.random.set_seed.call_args_list] == [(7,), (8,)]
 
 
 def test_layers_of_keras_and_of_the_kit_are_not_asked_for_draws():

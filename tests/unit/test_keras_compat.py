@@ -1,14 +1,11 @@
 """What the kit reads of Keras by private names: a new Keras says here what is gone, or has another meaning."""
 
-import concurrent.futures
-
 import keras
 import numpy as np
 import pytest
 
-from kerasdp.keras_compat.layers import mask_of, set_mask, with_mask
-from kerasdp.keras_compat.models import last_activation, losses_by_thread
-from kerasdp.keras_compat.optimizers import slots_by_weight
+from kerasdp.keras_compat.models import last_activation
+from kerasdp.keras_compat.optimizers import slots_by_weight, updates_single_numbers
 from kerasdp.keras_compat.random import is_in_layer_call
 from kerasdp.keras_compat.settings import kept_by_clear_session
 
@@ -40,6 +37,19 @@ def test_slots_and_their_weights(model):
         assert sum(of is weight for _, of in found.values()) == 3
 
 
+def test_which_optimizers_update_single_numbers():
+    """Not those that look at a whole weight, nor one that Keras does not know."""
+
+    class Own(keras.optimizers.SGD):
+        pass
+
+    kinds = [kind for kind in vars(keras.optimizers).values() if hasattr(kind, "update_step")]
+    made = [kind() for kind in kinds if kind.__name__ not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")]
+    made += [Own(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
+    found = {type(each).__name__ for each in made if not updates_single_numbers(each)}
+    assert found == {"Adafactor", "Lamb", "Muon", "Own"}
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
@@ -56,24 +66,6 @@ def test_the_activation_behind_an_output(layers, expected):
         symbol = layer(symbol)
     assert last_activation(symbol) == expected
     assert last_activation(keras.KerasTensor((2, 3))) == ("", None)
-
-
-def test_losses_by_thread():
-    layer = keras.layers.Layer()
-    with losses_by_thread([layer]):
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            thread.submit(layer.add_loss, keras.ops.ones(())).result()
-        assert layer.losses == []
-        layer.add_loss(keras.ops.ones(()))
-        assert len(layer.losses) == 1
-    assert layer.losses == []
-
-
-def test_masks_go_where_their_tensors_go():
-    tensor, mask = keras.ops.ones((4, 2)), keras.ops.convert_to_tensor([True, False, True, True])
-    assert mask_of(with_mask(lambda rows: rows[:3], tensor)) is None
-    first = with_mask(lambda rows: rows[:3], set_mask(tensor, mask))
-    assert keras.ops.convert_to_numpy(mask_of(first)).tolist() == [True, False, True]
 
 
 def test_calls_of_layers_are_seen():

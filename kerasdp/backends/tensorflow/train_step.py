@@ -263,7 +263,6 @@ def can_be_at_once(optimizer: Any, weights: list[Any]) -> bool:
     """
     from kerasdp.keras_compat.layers import is_of_keras
     from kerasdp.keras_compat.optimizers import (
-        can_decide_on_device,
         inner_optimizer,
         learning_rate_schedule,
         overrides_nothing_of_tensorflow,
@@ -271,11 +270,7 @@ def can_be_at_once(optimizer: Any, weights: list[Any]) -> bool:
 
     inner = inner_optimizer(optimizer)
     parts = [optimizer, inner, learning_rate_schedule(inner), *(variable.constraint for variable in weights)]
-    return (
-        all(part is None or is_of_keras(type(part)) for part in parts)
-        and can_decide_on_device(optimizer)
-        and overrides_nothing_of_tensorflow(inner)
-    )
+    return all(part is None or is_of_keras(type(part)) for part in parts) and overrides_nothing_of_tensorflow(inner)
 
 
 def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,7 +77,8 @@ class _Normalize(torch.autograd.Function):
         gather: Any,
         weight: float,
     ) -> tuple[Any, Any, Any]:
-        ctx.others, ctx.shape = _axes(x, axis)
+        ctx.others = [other for other in range(x.dim()) if other != axis]
+        ctx.shape = [-1 if index == axis else 1 for index in range(x.dim())]
         wide = _wide(x)
         centered, own_mean, variance = _centered(wide[:num_rows], ctx.others)
         mean, ctx.count = own_mean, centered.numel() // own_mean.numel()
@@ -135,12 +136,6 @@ class _Normalize(torch.autograd.Function):
 
 class _NormalizeTogether(_Normalize):
     backward: Any = staticmethod(torch.autograd.function.once_differentiable(_Normalize.backward))
-
-
-def _axes(x: Any, axis: int) -> tuple[list[int], list[int]]:
-    """Returns the axes except that of the channels, and the shape that broadcasts a value per channel."""
-    others = [other for other in range(x.dim()) if other != axis]
-    return others, [-1 if index == axis else 1 for index in range(x.dim())]
 
 
 def _centered(x: Any, others: list[int]) -> tuple[Any, Any, Any]:
