@@ -52,10 +52,6 @@ OUTPUT = "Output"
 FAULTS = "Checkpoints and faults"
 
 
-def _path_as_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -116,7 +112,7 @@ class Config:
         "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
     data_dir: str | None = choice(None, DATA, FOLDER,
         "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for images a sub-folder per class.",
-        "where Keras or the system keeps them", convert=_path_as_text, of_host=True)
+        "where Keras or the system keeps them", of_host=True)
 
     batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
     accumulate: int = choice(1, TRAINING, COUNT,
@@ -137,24 +133,22 @@ class Config:
         "the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
-        "a new one in runs/; from Python none", convert=_path_as_text, of_host=True)
+        "a new one in runs/; from Python none", of_host=True)
     log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
     verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2),
-        "0: nothing, 1: progress bar, 2: a line per epoch.", "1 in a terminal, else 2", of_host=True,
-        convert=lambda value: int(value) if isinstance(value, bool) else value)
+        "0: nothing, 1: progress bar, 2: a line per epoch.", "1 in a terminal, else 2", of_host=True)
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),
         f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere",
         of_host=True)
 
-    checkpoint_every: str = choice("epoch", FAULTS,
+    checkpoint_every: str | int = choice("epoch", FAULTS,
         Range("epoch, never, steps (as 50) or minutes (as 10m)",
-              lambda text: text in ("epoch", "never") or is_count(text.removesuffix("m"))),
-        "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.",
-        convert=lambda value: str(value) if type(value) is int else value)
+              lambda value: value in ("epoch", "never") or is_count(str(value).removesuffix("m"))),
+        "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.")
     checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
         "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
-        "checkpoints in --workdir", convert=_path_as_text, of_host=True)
+        "checkpoints in --workdir", of_host=True)
     checkpoint_weights: str = choice("all", FAULTS, one_of("all", "trained"),
         "Weights of the model that checkpoints hold: all, or trained: all but the frozen ones, which a resumed run "
         "must have from where the first had them: a file, a preset, the seed.")
@@ -265,7 +259,7 @@ class Config:
 
     def checkpoint_interval(self) -> tuple[int | None, float | None]:
         """Returns the steps and the seconds after which a checkpoint is due; None where they do not count."""
-        text = self.checkpoint_every
+        text = str(self.checkpoint_every)
         if text in ("epoch", "never"):
             return None, None
         return (None, 60.0 * int(text.removesuffix("m"))) if text.endswith("m") else (int(text), None)

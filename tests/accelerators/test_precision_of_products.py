@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from kerasdp.cli.main import parse_recipe
+from kerasdp.cli.main import parse
 from kerasdp.config import Config
 from kerasdp.processes.devices import Devices
 from kerasdp.reporting import report
@@ -72,7 +72,7 @@ def test_the_first_line_says_it():
 
 
 def test_parity_is_exact():
-    config, *_ = parse_recipe("parity", ["parity.py"])
+    config, _ = parse("parity", ["parity.py"])
     assert config.precision == "float32"
-    config, *_ = parse_recipe("parity", ["parity.py", "--precision=float64"])
+    config, _ = parse("parity", ["parity.py", "--precision=float64"])
     assert config.precision == "float64"
