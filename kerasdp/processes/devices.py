@@ -137,13 +137,7 @@ def _backend_of_file() -> str | None:
 
 
 def choose_devices(
-    config: Config,
-    num_found: int,
-    kind: str = "gpu",
-    cluster: Cluster | None = None,
-    *,
-    is_rank: bool = False,
-    sees_gpus: bool = True,
+    config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None, *, is_rank: bool = False
 ) -> Devices:
     """Returns the devices to use.
 
@@ -153,13 +147,12 @@ def choose_devices(
         kind: what they are, as in `Devices`.
         cluster: of this process, among others.
         is_rank: whether each of these has one device.
-        sees_gpus: whether the backend may use GPUs: the user has not told it otherwise.
 
     Raises:
         UserError: if NVIDIA's driver has some, and the backend sees none; if there are some but fewer than asked for,
             or none though they were asked for.
     """
-    may_have_gpus = config.backend is not None and config.device in ("auto", "gpu") and sees_gpus
+    may_have_gpus = config.backend is not None and config.device in ("auto", "gpu")
     if num_found == 0 and may_have_gpus and (why := hardware.why_unseen(str(config.backend))):
         raise UserError(f"{why}; --device=cpu trains on virtual CPU devices")
     if config.device not in ("auto", "cpu") and num_found == 0:

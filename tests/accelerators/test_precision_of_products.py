@@ -55,7 +55,7 @@ def test_tensorflow(choices, _, __, expected, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a GPU"])
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda found, kind: None)
     monkeypatch.setattr(tf.config.experimental, "enable_tensor_float_32_execution", given.append)
-    monkeypatch.setattr(devices, "make_deterministic", lambda: None)
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
     devices.make_devices(Config(backend="tensorflow", **choices))
     assert given == [expected]
 

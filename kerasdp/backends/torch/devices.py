@@ -146,11 +146,13 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     if devices.count == 1:
         return SingleProcess()
     is_gpu, is_joined = devices.kind == "gpu", dist.is_initialized()  # by an earlier run of this program, or by Ray
+    join = functools.partial(
+        dist.init_process_group, "nccl" if is_gpu else "gloo", timeout=timeout_of(config),
+        device_id=device if is_gpu else None,
+    )  # fmt: skip
     if devices.cluster is not None:
         if not is_joined:
-            dist.init_process_group(
-                "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None
-            )
+            join()
         processes = GlooProcesses()
         require_same(processes, config)
         return processes
@@ -158,10 +160,7 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     if not is_joined:
         listen_on_loopback()
         store, rank = _open_store(devices.count), int(os.environ["RANK"])
-        dist.init_process_group(
-            "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None,
-            store=store, rank=rank, world_size=devices.count,
-        )  # fmt: skip
+        join(store=store, rank=rank, world_size=devices.count)
         if rank == 0:
             store.set("key", secrets.token_hex())
         key = store.get("key")
@@ -343,16 +342,3 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     result = worker(*args)
     leave_process_group()
     return result
-
-
-def describe() -> dict[str, Any]:
-    """Returns the version, the devices, and the versions of the libraries of GPUs."""
-    gpus = [torch.cuda.get_device_properties(number) for number in range(_num_gpus())]
-    return {
-        "version": torch.__version__,
-        "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],
-        "CUDA": torch.version.cuda,
-        "ROCm": torch.version.hip,
-        "cuDNN": torch.backends.cudnn.version() if gpus else None,
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
-    }
