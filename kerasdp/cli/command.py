@@ -105,16 +105,15 @@ def summary_of(path: pathlib.Path) -> str:
 
 def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
     """Becomes the program of a recipe, which gets signals and gives its exit code by itself."""
-    flags = []
-    for flag in given:
-        name, _, value = flag.partition("=")
-        if name.lstrip("-") == "flagfile" and value and not os.path.exists(value):  # one of the kit's, by its name
-            path = next((path for path in files("flags") if value in (path.name, path.stem, f"flags/{path.name}")), "")
-            flag = f"{name}={path or value}"
-        flags.append(flag)
+    named = {
+        f"--flagfile={name}": f"--flagfile={path}"
+        for path in files("flags")
+        for name in (path.stem, path.name, f"flags/{path.name}")
+        if not os.path.exists(name)  # else it is the user's
+    }
     os.environ[PROGRAM] = f"kerasdp {recipe.stem}"
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(recipe), *flags])
+    os.execv(sys.executable, [sys.executable, str(recipe), *(named.get(flag, flag) for flag in given)])
 
 
 def copy(name: str, folder: str = ".") -> list[pathlib.Path]:

@@ -27,7 +27,7 @@ from kerasdp.config.choices import (
     choices_of,
     is_count,
 )
-from kerasdp.errors import RunError, UserError, from_command_line, say_how_it_ends
+from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, say_how_it_ends
 from kerasdp.launch import launch
 from kerasdp.processes.devices import choose_backend
 from kerasdp.reporting.report import drop_stdout
@@ -233,8 +233,8 @@ def main(
         flags: which flags there are, by the name of a recipe: `"train"`, `"parity"`, `"bisection"`, `"pipeline"`,
             `"ray_train"`, `"sweep"`, `"from_scratch"`, `"evaluate"`, `"predict"`, `"export"`, `"transfer"` or
             `"finetune"`.
-        defaults: values of flags that are not given, other than usual, by field of `kerasdp.Config`.
-        unused: fields of `kerasdp.Config` that the recipe has no use for; their flags are refused.
+        defaults: values of flags that are not given, other than usual.
+        unused: flags that the recipe has no use for, and refuses.
 
     Raises:
         SystemExit: where the exit code is not 0.
@@ -276,10 +276,10 @@ def parse(
         UserError: if a flag is none of the recipe's, or its value cannot be used.
         SystemExit: after `--help`.
     """
-    recipe = RECIPES[name]
-    recipe = dataclasses.replace(
-        recipe, without=[*recipe.without, *unused], defaults=recipe.defaults | (defaults or {})
-    )
+    known = RECIPES[name]
+    others = {FIELDS_OF_FLAGS.get(flag, flag): value for flag, value in (defaults or {}).items()}
+    refused = [FIELDS_OF_FLAGS.get(flag, flag) for flag in unused]
+    recipe = dataclasses.replace(known, without=[*known.without, *refused], defaults=known.defaults | others)
     given = read(arguments, recipe)
     record = Own(**{field: given[field] for field in recipe.own if field in given})
     own = {field: getattr(record, field) for field in recipe.own}

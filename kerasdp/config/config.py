@@ -70,18 +70,15 @@ class Config:
         "Devices of each machine (with jax of each process that is started): GPUs, TPUs, or, where there are none, "
         "virtual CPU devices.", "all GPUs or TPUs, or 1")
     device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
-        "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices. tpu: "
-        "with jax only.")
+        "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices. tpu: with jax only.")
     precision: str = choice("auto", DEVICES, one_of(*PRECISIONS),
         f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. auto: float32, in which GPUs multiply as the "
-        "framework lets them by default, most in TF32; float32: exact; tf32: all products in TF32. Variables are "
-        "float32, except with float64, which tells round-off from mistakes.")
+        "framework lets them, most in TF32; float32: exact; tf32: all products in TF32. Variables are float32, except "
+        "with float64.")
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
-        "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
-        "whole run has them); where the length of the data is not known, once so many batches of one shape were seen "
-        "(with --deterministic never). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
-        "messages in it. What cannot be captured runs uncompiled, with a warning. To be set with "
+        "1,000 of its kind or more, on a GPU 200, are to come. cudagraphs: on, and on several GPUs a step is one CUDA "
+        "graph, NCCL's messages in it. What cannot be captured runs uncompiled, with a warning. To be set with "
         "torch only: jax and tensorflow do as the model's jit_compile says.")
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "
@@ -89,8 +86,7 @@ class Config:
 
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
-        "too, which are gathered where a step uses them. The losses stay the same. To be set with "
-        "torch and jax only.")
+        "too, which are gathered where a step uses them. To be set with torch and jax only.")
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
@@ -128,9 +124,8 @@ class Config:
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
         "Seed of initial weights, sample order and dropout.")
     deterministic: bool = choice(False, TRAINING, SWITCH,
-        "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it is on the CPU "
-        "(where --compile may decide otherwise for the rest of a run); slower. What the backend cannot do so ends "
-        "the run.")
+        "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it is on the CPU; "
+        "slower. What the backend cannot do so ends the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
         "a new one in runs/; from Python none", of_host=True)

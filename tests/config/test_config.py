@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from kerasdp import config, errors
+from kerasdp import errors
 from kerasdp.cli.main import Own
 from kerasdp.config import BACKENDS, Config
 from kerasdp.config.choices import choices_of
@@ -20,7 +20,6 @@ from kerasdp.errors import UserError
     [
         ({"backend": "theano"}, "--backend: expected one of torch, jax, tensorflow. Received: 'theano'"),
         ({"num_devices": 0}, "--gpus: expected a whole number of at least 1. Received: 0"),
-        ({"batch_size": 0}, "--batch_size"),
         ({"batch_size": 3, "num_devices": 4}, "expected at least 4 for 4 devices. Received: 3"),
         ({"learning_rate": 0.0}, "--learning_rate"),
         ({"learning_rate": float("nan")}, "--learning_rate"),
@@ -158,11 +157,3 @@ def test_types_that_people_have_in_python(name, value, plain):
     assert (found, type(found)) == (plain, type(plain))
     assert settings == Config(**{name: plain})
     assert name != "checkpoint_every" or settings.checkpoint_interval() == (50, None)
-
-
-def test_the_tables_hold_what_the_config_names():
-    pytest.importorskip("keras")
-    from kerasdp import models
-
-    for name in config.MODELS:
-        assert callable(getattr(models, name))
