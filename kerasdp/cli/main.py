@@ -49,7 +49,7 @@ class Own:
 
     # fmt: off
     backends: str | None = choice(None, COMPARISON, Range("names of backends, comma-separated"),
-        "Instead of --backend, comma-separated.", "all that are installed")
+        "Instead of --backend, comma-separated.", "those that are installed; of bisection the first two")
     device_counts: str = choice("1,2,4", COMPARISON, _NUMBERS,
         "Instead of --gpus: numbers of devices, comma-separated.")
 

@@ -334,8 +334,7 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
             f"bisect: expected a model that trains by its loss. Received: {model.name}, with its own train_step"
         )
     source = x if hasattr(x, "targets") else ArraySource(x, y, sample_weight)
-    rows = [np.arange(number * job.batch_size, (number + 1) * job.batch_size) for number in range(job.steps)]
-    rows = [each % source.num_samples for each in rows]
+    rows = np.arange(job.steps * job.batch_size).reshape(job.steps, -1) % source.num_samples
     batches = [(source.inputs(each), *source.targets(each)) for each in rows]
     if not all(layer.built for layer in all_layers(model)):
         with runner.scope():
