@@ -35,7 +35,6 @@ from kerasdp.processes.devices import choose_backend
 TAKEN = Recipe(
     takes=["model", "dataset", "data_dir", "batch_size", "precision", "device", "compile",
            "batch_norm", "deterministic", "seed", "workdir"],
-    reason="all contenders train alike, with data parallelism and SGD; python benchmarks/compare.py --help",
     # What all contenders can train; and what the frameworks do by themselves.
     defaults={"model": "convnet", "batch_norm": "replica"},
 )  # fmt: skip

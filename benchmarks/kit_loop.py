@@ -8,7 +8,6 @@ The contender beside the hand-written loops, with their flags: a model of keras_
 """
 
 import functools
-import importlib
 import json
 import sys
 import time
@@ -155,8 +154,10 @@ def forward_flops(model: Any) -> float | None:
 
 def device_name(runner: "kerasdp.Runner") -> str:
     """Returns the name of a GPU or TPU; `"cpu"` of others."""
-    backend = importlib.import_module(f"kerasdp.backends.{runner.config.backend}.devices")
-    return backend.describe()["devices"][0].partition(" (")[0] if runner.devices.is_accelerator else "cpu"
+    from keras_fit import choose_device
+
+    args = Namespace(backend=runner.config.backend, device=runner.config.device)
+    return choose_device(args) if runner.devices.is_accelerator else "cpu"
 
 
 def make_config(args: Namespace) -> kerasdp.Config:

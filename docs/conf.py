@@ -1,6 +1,7 @@
 """Builds the site of the documentation: python -m sphinx -W docs build/site."""
 
 import inspect
+import itertools
 import os
 import pathlib
 import re
@@ -11,7 +12,7 @@ sys.path.insert(0, str(DOCS.parent))
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Keras, which needs no GPU
 
 import kerasdp  # noqa: E402
-from kerasdp.cli.main import CHOICES, RECIPES, in_groups  # noqa: E402
+from kerasdp.cli.main import CHOICES, RECIPES  # noqa: E402
 from kerasdp.config.choices import choices_of  # noqa: E402
 from kerasdp.processes.devices import choose_backend  # noqa: E402
 
@@ -38,10 +39,9 @@ copybutton_exclude = ".linenos, .gp, .go"
 def _flags() -> str:
     """Returns the flags in their groups, as tables; those that few recipes have with these recipes."""
     lines = []
-    for group, choices in in_groups(CHOICES).items():
+    for group, choices in itertools.groupby(CHOICES, lambda one: one.group):
         lines += [f"### {group}", "", "| flag | default | meaning |", "|---|---|---|"]
         for choice in choices:
-            names = ", ".join(f"`--{flag}`" for flag in reversed(choice.flags))
             default, meaning = choice.default_text, choice.help
             if default and choice.default is not None:
                 default = f"`{default}`"
@@ -50,7 +50,7 @@ def _flags() -> str:
                     name for name, recipe in RECIPES.items() if choice.name in [each.name for each in recipe.choices()]
                 ]
                 meaning += f" (recipes: {', '.join(recipes)})"
-            lines.append(f"| {names} | {_cell(default)} | {_cell(meaning)} |")
+            lines.append(f"| `--{choice.flag}` | {_cell(default)} | {_cell(meaning)} |")
         lines.append("")
     return "\n".join(lines)
 

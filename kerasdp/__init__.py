@@ -43,39 +43,31 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # What needs Keras or absl is imported when it is first asked for.
-_MODULES = {
-    "ArraySource": "kerasdp.data.sources",
-    "Dataset": "kerasdp.data.datasets",
-    "Order": "kerasdp.data.sampling",
-    "RecordSource": "kerasdp.data.sources",
-    "Runner": "kerasdp.training.runner",
-    "all_rows": "kerasdp.same.replica_context",
-    "build_model": "kerasdp.models",
-    "export": "kerasdp.checkpoint.trained",
-    "layers": "kerasdp.same.layers",
-    "load_backbone": "kerasdp.models",
-    "load_data": "kerasdp.data.datasets",
-    "load_model": "kerasdp.checkpoint.trained",
-    "main": "kerasdp.cli.main",
-    "make_optimizer": "kerasdp.training.optimizers",
-    "parity": "kerasdp.parity",
-    "per_sample": "kerasdp.step.global_batch",
-    "pipeline": "kerasdp.scale.pipeline",
-    "portable": "kerasdp.same.portable",
-    "portable_step": "kerasdp.step.gradients",
-    "value_and_grad": "kerasdp.step.gradients",
+_NAMES_OF = {
+    "kerasdp.checkpoint.trained": ("export", "load_model"),
+    "kerasdp.cli.main": ("main",),
+    "kerasdp.data.datasets": ("Dataset", "load_data"),
+    "kerasdp.data.sampling": ("Order",),
+    "kerasdp.data.sources": ("ArraySource", "RecordSource"),
+    "kerasdp.models": ("build_model", "load_backbone"),
+    "kerasdp.same.portable": ("portable",),
+    "kerasdp.same.replica_context": ("all_rows",),
+    "kerasdp.step.global_batch": ("per_sample",),
+    "kerasdp.step.gradients": ("portable_step", "value_and_grad"),
+    "kerasdp.training.optimizers": ("make_optimizer",),
+    "kerasdp.training.runner": ("Runner",),
 }
-
-_WHOLE = ("layers", "parity", "pipeline")  # modules themselves
-_OF_HERE = ["Config", "PreemptedError", "RunError", "UserError", "launch", "local_devices"]
-__all__ = sorted([*_OF_HERE, *_MODULES])
+# Modules themselves.
+_MODULES = {"layers": "kerasdp.same.layers", "parity": "kerasdp.parity", "pipeline": "kerasdp.scale.pipeline"}
+_PLACES = _MODULES | {name: module for module, names in _NAMES_OF.items() for name in names}
+__all__ = sorted(["Config", "PreemptedError", "RunError", "UserError", "launch", "local_devices", *_PLACES])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _imported(_MODULES[name])
-    return module if name in _WHOLE else getattr(module, name)
+    module = _imported(_PLACES[name])
+    return module if name in _MODULES else getattr(module, name)
 
 
 def _imported(name: str) -> Any:

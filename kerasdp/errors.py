@@ -8,8 +8,8 @@ import sys
 import types
 from collections.abc import Iterator
 
-# Flags that are named otherwise than their field of `Config`. Of two names the last one stands in messages.
-FIELDS_OF_FLAGS = {"devices": "num_devices", "gpus": "num_devices"}
+# Flags that are named otherwise than their field of `Config`.
+FIELDS_OF_FLAGS = {"gpus": "num_devices"}
 
 # In the environment while a recipe runs from the command line, so that its worker processes know, too.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"

@@ -12,12 +12,15 @@
 Such a test runs once for each backend and device count; a backend that is not installed is skipped by name.
 """
 
+import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kerasdp.config import BACKENDS
+from kerasdp.config.choices import is_count
 
 _REFERENCES = pytest.StashKey[dict[Any, Any]]()
 
@@ -25,16 +28,16 @@ _REFERENCES = pytest.StashKey[dict[Any, Any]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that choose backends and device counts."""
     group = parser.getgroup("kerasdp", "training parity of Keras models")
-    group.addoption(
-        "--parity-backends", default=",".join(BACKENDS), help="Comma-separated; the first installed is the reference."
-    )
-    group.addoption("--parity-devices", default="1,2", help="Numbers of devices, comma-separated.")
+    said = "Comma-separated; the first installed is the reference."
+    group.addoption("--parity-backends", type=_backends, default=list(BACKENDS), help=said)
+    group.addoption("--parity-devices", type=_counts, default=[1, 2], help="Numbers of devices, comma-separated.")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Makes a test of each way to train."""
     if "training_parity" in metafunc.fixturenames:
-        ways = [(backend, count) for backend in _backends(metafunc.config) for count in _counts(metafunc.config)]
+        backends, counts = (metafunc.config.getoption(name) for name in ("--parity-backends", "--parity-devices"))
+        ways = list(itertools.product(backends, counts))
         metafunc.parametrize("training_parity", ways, indirect=True, ids=[f"{name}-{count}" for name, count in ways])
 
 
@@ -54,20 +57,20 @@ def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
         pytest.skip(f"{backend} is not installed")
     references = request.config.stash.setdefault(_REFERENCES, {})
     calls = iter(range(10**6))
-    first = next(name for name in _backends(request.config) if is_installed(name))
+    first = next(name for name in request.config.getoption("--parity-backends") if is_installed(name))
 
     def check(
         build_model: Callable[[], Any], data: Any, *, precision: str = "float32", tolerance: Any = None, **choices: Any
     ) -> Any:
         job = parity.Job(build_model=build_model, data=data, **choices)
-        devices = count if job.batch_norm == "replica" else _counts(request.config)[0]
+        devices = count if job.batch_norm == "replica" else request.config.getoption("--parity-devices")[0]
         # The tests of one function share the reference of its first call, of its second call, and so on.
         key = (request.path, request.function.__qualname__, next(calls), devices, precision)
         if key not in references:
             references[key] = parity.Reference(job, parity.Way(backend=first, num_devices=devices, precision=precision))
         reference = references[key]
         way = parity.Way(backend=backend, num_devices=count, precision=precision)
-        outcome = parity.judge(way, reference, tolerance or reference.tolerance())
+        outcome = parity.judge(way, reference, tolerance or reference.tolerance)
         if not outcome.passed:
             pytest.fail(str(outcome), pytrace=False)
         return outcome
@@ -75,17 +78,14 @@ def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return check
 
 
-def _backends(config: pytest.Config) -> list[str]:
-    names = [name.strip() for name in config.getoption("--parity-backends").split(",")]
-    for name in names:
-        if name not in BACKENDS:
-            raise pytest.UsageError(f"--parity-backends: expected some of {', '.join(BACKENDS)}. Received: {name!r}")
+def _backends(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not {*names} <= {*BACKENDS}:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(BACKENDS)}. Received: {text!r}")
     return names
 
 
-def _counts(config: pytest.Config) -> list[int]:
-    text = config.getoption("--parity-devices")
-    try:
-        return [int(count) for count in text.split(",")]
-    except ValueError as error:
-        raise pytest.UsageError(f"--parity-devices: expected numbers such as 1,2. Received: {text!r}") from error
+def _counts(text: str) -> list[int]:
+    if not all(is_count(count.strip()) for count in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,2. Received: {text!r}")
+    return [int(count) for count in text.split(",")]

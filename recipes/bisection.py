@@ -1,15 +1,16 @@
-"""Finds the operation that two backends compute differently, and writes a program that computes it in plain Keras.
+"""Finds the operation that two backends compute differently, in the forward pass, its gradient, or an update.
 
     python recipes/bisection.py --model=lenet                      # the first two backends that are installed
     python recipes/bisection.py --model=my_model.py:build --backends=jax,tensorflow --max_steps=3
 
-Expected: exit code 0 and "nothing differs"; or 1, with the operation, its call, shapes and values. In the workdir are
-then program.py, if the operation can be called alone, and inputs.npz, which it reads. Half a minute on two CPU cores.
+Expected: exit code 0 and "nothing differs"; or 1, with the operation, its call, shapes and values; inputs.npz in the
+workdir then holds what the operation got. Half a minute on two CPU cores.
 
-Each step runs without compilation on one device, in float64 by default, in which only mistakes are left.
+Each step runs without compilation on one device, in float64, in which only mistakes are left.
 """
 
 import functools
+import os
 
 import kerasdp
 
@@ -29,24 +30,24 @@ def load_data(config: kerasdp.Config) -> object:
     return kerasdp.load_data(config).train
 
 
-def find(config: kerasdp.Config, ways: tuple[kerasdp.parity.Way, kerasdp.parity.Way]) -> bool:
-    """Runs here, and starts a process for each way to train."""
+def find(config: kerasdp.Config, backends: list[str] | None) -> bool:
+    """Runs here, and starts a process for each backend."""
+    import numpy as np
+
     finding = kerasdp.parity.bisect(
         functools.partial(build_model, config),
         functools.partial(load_data, config),
-        ways,
+        backends,
         steps=config.max_steps,
         batch_size=config.batch_size,
         seed=config.seed,
         device=config.device,
     )
-    if finding is None:
-        print(f"nothing differs between {ways[0]} and {ways[1]}")
-        return True
-    print(finding)
-    for path in finding.write(config.workdir):
-        print(path)
-    return False
+    print(finding or "nothing differs")
+    if finding is not None and finding.call is not None:
+        os.makedirs(config.workdir, exist_ok=True)
+        np.savez(os.path.join(config.workdir, "inputs.npz"), *finding.call.inputs)
+    return finding is None
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ from text import build
 import kerasdp
 
 
-def main(config: kerasdp.Config, rank: int, weights: str | None, preset: str | None) -> None:
+def main(config: kerasdp.Config, preset: str | None, weights: str, lora_rank: int) -> None:
     """Runs on this machine; `train` runs in the workers."""
-    kerasdp.launch(functools.partial(train, rank=rank, weights=weights, preset=preset), config)
+    file = None if weights == "none" else weights
+    kerasdp.launch(functools.partial(train, rank=lora_rank, weights=file, preset=preset), config)
 
 
 def add_adapters(model, rank):

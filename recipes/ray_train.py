@@ -48,7 +48,7 @@ def work(told: dict[str, Any]) -> str | None:
     return None
 
 
-def main(config: kerasdp.Config, num_workers: int) -> None:
+def main(config: kerasdp.Config, workers: int) -> None:
     """Runs on this machine; `train` runs in the workers."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # Ray's workers would leave the folder of the script
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # for a cluster that is gone Ray would try 13 minutes
@@ -76,7 +76,7 @@ def main(config: kerasdp.Config, num_workers: int) -> None:
         work,
         train_loop_config={"config": config, "folder": os.getcwd()},
         scaling_config=ScalingConfig(
-            num_workers=num_workers,
+            num_workers=workers,
             use_gpu=device == "gpu",
             resources_per_worker={"CPU": count, **({"GPU": count} if device == "gpu" else {})},
         ),

@@ -32,7 +32,7 @@ def choose(trial: Any) -> dict[str, Any]:
     }
 
 
-def main(config: kerasdp.Config, num_trials: int) -> None:
+def main(config: kerasdp.Config, trials: int) -> None:
     """Runs on this machine; `train` runs in the workers."""
     try:
         import optuna
@@ -51,7 +51,7 @@ def main(config: kerasdp.Config, num_trials: int) -> None:
     for stopped in study.get_trials(states=[TrialState.RUNNING]):  # its run is continued as another trial
         study.tell(stopped.number, state=TrialState.PRUNED)
         study.enqueue_trial(stopped.params, user_attrs=stopped.user_attrs)
-    for number in range(len(study.get_trials(states=[TrialState.COMPLETE, TrialState.FAIL])), num_trials):
+    for number in range(len(study.get_trials(states=[TrialState.COMPLETE, TrialState.FAIL])), trials):
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + number)  # other values than before --resume
         trial = study.ask()
         folder = trial.user_attrs.get("workdir") or os.path.join(config.workdir, f"run-{trial.number:03}")
@@ -59,7 +59,7 @@ def main(config: kerasdp.Config, num_trials: int) -> None:
         # With a limit for hanging each run has its process. Without a checkpoint it begins.
         own = {"workdir": folder, "resume": True, "hang_timeout": config.hang_timeout or 600.0}
         settings = dataclasses.replace(config, **choose(trial), **own)
-        print(f"run {number + 1} of {num_trials}: {trial.params}", flush=True)
+        print(f"run {number + 1} of {trials}: {trial.params}", flush=True)
         try:
             kerasdp.launch(train, settings)
             with open(os.path.join(folder, "report.json")) as file:

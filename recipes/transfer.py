@@ -6,9 +6,9 @@
     python recipes/transfer.py --data_dir=photos --backbone=EfficientNetV2B0 --fine_tuning_rate=0.00003
     python recipes/transfer.py --data_dir=photos --weights=backbone.weights.h5      # or --weights=none
 
-Images may be of any size: they are resized to --size=160,160. --weights=imagenet, the default, is downloaded once
-by Keras, into ~/.keras. --epochs are those of the second fit, --head_epochs of the first, whose rate is that of
---optimizer. Files of the second fit are in the folder fit-2 of the workdir.
+Images may be of any size: they are resized to 160 x 160, or as --dataset="images(size=(96,96))" says. The default,
+--weights=imagenet, is downloaded once by Keras, into ~/.keras. --epochs are those of the second fit, --head_epochs of
+the first, whose rate is that of --optimizer. Files of the second fit are in the folder fit-2 of the workdir.
 
 As in Keras' guide to transfer learning, batch norm of the backbone stays in inference mode in both fits: its
 statistics are those of ImageNet, which a few steps on a small data set would spoil. (The guide's training=False does

@@ -64,7 +64,6 @@ class Choice:
         allowed: what it may be.
         help: what it means, with its unit. Other choices stand in it as flags.
         unset: what happens where it is None.
-        convert: makes a value of its type of what people in Python have instead.
         of_host: whether the hosts of a run may have it differently.
         name: its field.
         kinds: its types.
@@ -75,16 +74,15 @@ class Choice:
     allowed: Range
     help: str
     unset: str
-    convert: Callable[[Any], Any] = lambda value: value
     of_host: bool = False
     name: str = ""
     kinds: tuple[type, ...] = ()
     default: Any = None
 
     @property
-    def flags(self) -> list[str]:
-        """Returns its names on the command line; the last one stands in messages."""
-        return [flag for flag, field in FIELDS_OF_FLAGS.items() if field == self.name] or [self.name]
+    def flag(self) -> str:
+        """Returns its name on the command line."""
+        return next((flag for flag, field in FIELDS_OF_FLAGS.items() if field == self.name), self.name)
 
     @property
     def default_text(self) -> str:
@@ -111,13 +109,6 @@ def choices_of(record: type) -> dict[str, Choice]:
     return found
 
 
-def _as_plain(value: Any) -> Any:
-    """Returns a number as Python's own: NumPy's are no int and float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
 def check_choices(record: Any) -> None:
     """Makes the choices of a record types that JSON can hold, where people in Python have others: paths, NumPy's.
 
@@ -125,13 +116,17 @@ def check_choices(record: Any) -> None:
         UserError: if one is not of its type, or out of its range.
     """
     for name, known in choices_of(record.__class__).items():
-        value = known.convert(_as_plain(getattr(record, name)))
+        value = getattr(record, name)
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        elif isinstance(value, numbers.Real) and hasattr(value, "item"):
+            value = value.item()
         object.__setattr__(record, name, value)
-        is_right = isinstance(value, (*known.kinds, int) if float in known.kinds else known.kinds)
-        is_right = is_right and (bool in known.kinds or not isinstance(value, bool))
+        kinds = (*known.kinds, int) if float in known.kinds else known.kinds
+        is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         if not is_right or not (value is None or known.allowed.holds(value)):
             received = " ".join(repr(value).split())  # an array has several lines
-            raise UserError(f"--{known.flags[-1]}: expected {known.allowed.expected}. Received: {received:.200}")
+            raise UserError(f"--{known.flag}: expected {known.allowed.expected}. Received: {received:.200}")
 
 
 def documented(record: type[T]) -> type[T]:
@@ -157,26 +152,18 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: if the text is of neither form.
     """
-    wrong = UserError(
+    name, bracket, rest = text.strip().partition("(")
+    try:
+        call: Any = ast.parse(f"f({rest if bracket else ')'}", mode="eval").body
+        arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        is_right = name and isinstance(call.func, ast.Name) and not call.args and None not in arguments
+        if is_right and len(arguments) == len(call.keywords):
+            return name.strip(), arguments
+    except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError):  # of brackets in brackets
+        pass
+    raise UserError(
         f"--{flag}: expected a name, or a name with arguments such as sgd(momentum=0.9). Received: {text!r}"
     )
-    name, bracket, rest = text.strip().partition("(")
-    if not name.strip():
-        raise wrong
-    if not bracket:
-        return name.strip(), {}
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise wrong
-        if any(word.arg is None for word in call.keywords):  # **{...}
-            raise wrong
-        arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of brackets in brackets
-        raise wrong from error
-    if len(arguments) < len(call.keywords):
-        raise UserError(f"--{flag}: expected each argument once. Received: {text!r}")
-    return name.strip(), arguments
 
 
 def is_user_function(name: str) -> bool:
@@ -195,28 +182,20 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
         UserError: if there is no such file, module or function.
     """
     place, _, function = name.rpartition(":")
-    if place.endswith(".py"):
-        if not os.path.isfile(place):
-            raise UserError(f"--{flag}: there is no file {place!r}. Received: {name!r}")
-        stem = os.path.splitext(os.path.basename(place))[0]
-        module_spec: Any = importlib.util.spec_from_file_location(stem, os.path.abspath(place))
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules.setdefault(stem, module)
-        module_spec.loader.exec_module(module)
-    else:
-        # A program's own folder is on the path, but not the folder it is started from.
-        sys.path.append(os.getcwd())
-        try:
-            if importlib.util.find_spec(place) is None:
-                raise ModuleNotFoundError(place)
-        except (ModuleNotFoundError, ValueError) as error:
-            raise UserError(f"--{flag}: there is no module {place!r}. Received: {name!r}") from error
+    sys.path.append(os.getcwd())  # a program's own folder is on the path, but not the folder it is started from
+    try:
+        if place.endswith(".py"):
+            stem = os.path.splitext(os.path.basename(place))[0]
+            found: Any = importlib.util.spec_from_file_location(stem, os.path.abspath(place))
+            module = importlib.util.module_from_spec(found)
+            sys.modules.setdefault(stem, module)
+            found.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-        finally:
-            sys.path.pop()
-    found = getattr(module, function, None)
-    if not callable(found):
-        have = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise UserError(f"--{flag}: {place} has no function {function!r}; it has: {have or 'none'}")
-    return found
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise UserError(f"--{flag}: {name!r} cannot be loaded: {error}") from error
+    finally:
+        sys.path.pop()
+    if not callable(getattr(module, function, None)):
+        raise UserError(f"--{flag}: {place} has no function {function!r}")
+    return getattr(module, function)

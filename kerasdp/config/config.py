@@ -52,10 +52,6 @@ OUTPUT = "Output"
 FAULTS = "Checkpoints and faults"
 
 
-def _path_as_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -74,18 +70,15 @@ class Config:
         "Devices of each machine (with jax of each process that is started): GPUs, TPUs, or, where there are none, "
         "virtual CPU devices.", "all GPUs or TPUs, or 1")
     device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
-        "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices. tpu: "
-        "with jax only.")
+        "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices. tpu: with jax only.")
     precision: str = choice("auto", DEVICES, one_of(*PRECISIONS),
         f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. auto: float32, in which GPUs multiply as the "
-        "framework lets them by default, most in TF32; float32: exact; tf32: all products in TF32. Variables are "
-        "float32, except with float64, which tells round-off from mistakes.")
+        "framework lets them, most in TF32; float32: exact; tf32: all products in TF32. Variables are float32, except "
+        "with float64.")
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
-        "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
-        "whole run has them); where the length of the data is not known, once so many batches of one shape were seen "
-        "(with --deterministic never). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
-        "messages in it. What cannot be captured runs uncompiled, with a warning. To be set with "
+        "1,000 of its kind or more, on a GPU 200, are to come. cudagraphs: on, and on several GPUs a step is one CUDA "
+        "graph, NCCL's messages in it. What cannot be captured runs uncompiled, with a warning. To be set with "
         "torch only: jax and tensorflow do as the model's jit_compile says.")
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "
@@ -93,8 +86,7 @@ class Config:
 
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
-        "too, which are gathered where a step uses them. The losses stay the same. To be set with "
-        "torch and jax only.")
+        "too, which are gathered where a step uses them. To be set with torch and jax only.")
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
@@ -116,7 +108,7 @@ class Config:
         "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
     data_dir: str | None = choice(None, DATA, FOLDER,
         "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for images a sub-folder per class.",
-        "where Keras or the system keeps them", convert=_path_as_text, of_host=True)
+        "where Keras or the system keeps them", of_host=True)
 
     batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
     accumulate: int = choice(1, TRAINING, COUNT,
@@ -132,29 +124,26 @@ class Config:
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
         "Seed of initial weights, sample order and dropout.")
     deterministic: bool = choice(False, TRAINING, SWITCH,
-        "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it is on the CPU "
-        "(where --compile may decide otherwise for the rest of a run); slower. What the backend cannot do so ends "
-        "the run.")
+        "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it is on the CPU; "
+        "slower. What the backend cannot do so ends the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
-        "a new one in runs/; from Python none", convert=_path_as_text, of_host=True)
+        "a new one in runs/; from Python none", of_host=True)
     log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
     verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2),
-        "0: nothing, 1: progress bar, 2: a line per epoch.", "1 in a terminal, else 2", of_host=True,
-        convert=lambda value: int(value) if isinstance(value, bool) else value)
+        "0: nothing, 1: progress bar, 2: a line per epoch.", "1 in a terminal, else 2", of_host=True)
     tracker: str | None = choice(None, OUTPUT,
         Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),
         f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere",
         of_host=True)
 
-    checkpoint_every: str = choice("epoch", FAULTS,
+    checkpoint_every: str | int = choice("epoch", FAULTS,
         Range("epoch, never, steps (as 50) or minutes (as 10m)",
-              lambda text: text in ("epoch", "never") or is_count(text.removesuffix("m"))),
-        "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.",
-        convert=lambda value: str(value) if type(value) is int else value)
+              lambda value: value in ("epoch", "never") or is_count(str(value).removesuffix("m"))),
+        "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.")
     checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
         "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
-        "checkpoints in --workdir", convert=_path_as_text, of_host=True)
+        "checkpoints in --workdir", of_host=True)
     checkpoint_weights: str = choice("all", FAULTS, one_of("all", "trained"),
         "Weights of the model that checkpoints hold: all, or trained: all but the frozen ones, which a resumed run "
         "must have from where the first had them: a file, a preset, the seed.")
@@ -265,7 +254,7 @@ class Config:
 
     def checkpoint_interval(self) -> tuple[int | None, float | None]:
         """Returns the steps and the seconds after which a checkpoint is due; None where they do not count."""
-        text = self.checkpoint_every
+        text = str(self.checkpoint_every)
         if text in ("epoch", "never"):
             return None, None
         return (None, 60.0 * int(text.removesuffix("m"))) if text.endswith("m") else (int(text), None)

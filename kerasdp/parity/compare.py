@@ -1,6 +1,7 @@
 """Trains one model on many backends and device counts, compares them step by step, and draws the comparison."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,8 +36,8 @@ class Outcome:
 
     way: Way
     reference: Way
-    losses: np.ndarray
-    differences: np.ndarray
+    losses: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
+    differences: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
     divergence: Divergence | None = None
     round_off: float | None = None
     error: str = ""
@@ -104,10 +105,8 @@ class Comparison:
         trained = [outcome for outcome in self.outcomes if len(outcome.losses)]
         counts = list(dict.fromkeys(outcome.way.num_devices for outcome in trained))
         for index, outcome in enumerate(trained):
-            style: dict[str, Any] = {
-                "color": BACKEND_COLOURS.get(outcome.way.backend),
-                "linestyle": _DASHES[counts.index(outcome.way.num_devices) % len(_DASHES)],
-            }
+            dashes = _DASHES[counts.index(outcome.way.num_devices) % len(_DASHES)]
+            style: dict[str, Any] = {"color": BACKEND_COLOURS[outcome.way.backend], "linestyle": dashes}
             # Wide below, narrow on top: curves that coincide stay visible.
             width = 1.2 + 5.0 * (len(trained) - 1 - index) / max(len(trained) - 1, 1)
             steps = np.arange(len(outcome.losses))
@@ -171,7 +170,7 @@ def compare(
     def reference_of(way: Way) -> Reference:
         return references.setdefault(way.num_devices if job.batch_norm == "replica" else 0, Reference(job, way))
 
-    tolerance = tolerance or reference_of(ways[0]).tolerance()
+    tolerance = tolerance or reference_of(ways[0]).tolerance
     for way in ways:
         outcomes.append(judge(way, reference_of(way), tolerance))
         if report is not None:
@@ -179,34 +178,37 @@ def compare(
     return Comparison(outcomes=outcomes, tolerance=tolerance)
 
 
+@dataclasses.dataclass(frozen=True)
 class Reference:
     """The training that others are compared with. Each of its traces is made once, when it is first asked for."""
 
-    def __init__(self, job: Job, way: Way):
-        self.job, self.way = job, way
-        self._traces: dict[bool, Trace] = {}
-        self._in_float64: Reference | None = None
+    job: Job
+    way: Way
 
-    def trace(self, *, is_detailed: bool = False) -> Trace:
-        """Returns the trace of all steps; or that of the first step, in detail."""
-        if is_detailed not in self._traces:
-            self._traces[is_detailed] = trace(self.job, self.way, is_detailed=is_detailed)
-        return self._traces[is_detailed]
+    @functools.cached_property
+    def trace(self) -> Trace:
+        """Returns the trace of all steps."""
+        return trace(self.job, self.way)
 
+    @functools.cached_property
+    def first_step(self) -> Trace:
+        """Returns the trace of the first step, in detail."""
+        return trace(self.job, self.way, is_detailed=True)
+
+    @functools.cached_property
     def in_float64(self) -> "Reference":
         """Returns the reference of the same way in float64."""
-        if self._in_float64 is None:
-            self._in_float64 = Reference(self.job, dataclasses.replace(self.way, precision="float64"))
-        return self._in_float64
+        return Reference(self.job, dataclasses.replace(self.way, precision="float64"))
 
+    @property
     def tolerance(self) -> Tolerance:
         """Returns the tolerance that fits its precision and optimizer."""
-        return tolerance_for(self.way.precision, self.trace().optimizer)
+        return tolerance_for(self.way.precision, self.trace.optimizer)
 
 
 def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
     """Trains one way and compares it with the reference."""
-    expected = reference.trace()
+    expected = reference.trace
     if way == reference.way:
         none = np.zeros(len(expected.losses))
         return Outcome(way=way, reference=way, losses=expected.losses, differences=none, seconds=expected.seconds)
@@ -215,7 +217,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
         divergence, round_off = first_divergence(expected, received, tolerance), None
         if divergence is not None and divergence.what in ("loss", "gradient", "metrics", "final weights"):
             first = trace(reference.job, way, is_detailed=True)
-            layer, is_certain = locate(reference.trace(is_detailed=True), first, tolerance)
+            layer, is_certain = locate(reference.first_step, first, tolerance)
             if not layer:
                 layer = "in step 0 no output and no gradient stands out: an update differs, or round-off has grown"
             elif divergence.step != 0:
@@ -226,8 +228,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
             if not is_certain and way.precision == "float32":
                 round_off = _difference_in_float64(way, reference)
     except RunError as error:
-        nothing = np.empty(0)
-        return Outcome(way=way, reference=reference.way, losses=nothing, differences=nothing, error=str(error))
+        return Outcome(way=way, reference=reference.way, error=str(error))
     return Outcome(
         way=way,
         reference=reference.way,
@@ -241,8 +242,8 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
 
 def _difference_in_float64(way: Way, reference: Reference) -> float | None:
     """Returns the largest difference of a loss in float64; None if the two diverge there, too."""
-    exact = reference.in_float64()
+    exact = reference.in_float64
     received = trace(reference.job, dataclasses.replace(way, precision="float64"))
-    if first_divergence(exact.trace(), received, exact.tolerance()) is not None:
+    if first_divergence(exact.trace, received, exact.tolerance) is not None:
         return None
-    return max(difference(*pair) for pair in zip(exact.trace().losses, received.losses))
+    return max(difference(*pair) for pair in zip(exact.trace.losses, received.losses))

@@ -153,16 +153,15 @@ def _step(expected: Trace, received: Trace, tolerance: Tolerance, step: int) -> 
     if not np.array_equal(rows, other_rows):
         row = int(np.argmax(rows != other_rows))
         yield Divergence("samples", f"sample {rows[row]}", f"sample {other_rows[row]}", step, f"row {row}")
-    for what, where, values, others, allowed in (
-        ("loss", "", expected.losses, received.losses, tolerance.after(step)),
-        (
-            "gradient", "norm over all weights", expected.gradient_norms, received.gradient_norms,
-            tolerance.of_gradients(step),
-        ),
-    ):  # fmt: skip
-        apart = difference(values[step], others[step])
-        if apart > allowed and not (np.isnan(values[step]) and np.isnan(others[step])):
-            yield Divergence(what, f"{values[step]:.9g}", f"{others[step]:.9g}", step, where, apart)
+    loss, other_loss = expected.losses[step], received.losses[step]
+    norm, other_norm = expected.gradient_norms[step], received.gradient_norms[step]
+    for what, where, value, other, allowed in (
+        ("loss", "", loss, other_loss, tolerance.after(step)),
+        ("gradient", "norm over all weights", norm, other_norm, tolerance.of_gradients(step)),
+    ):
+        apart = difference(value, other)
+        if apart > allowed and not (np.isnan(value) and np.isnan(other)):
+            yield Divergence(what, f"{value:.9g}", f"{other:.9g}", step, where, apart)
 
 
 def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> Iterator[Divergence]:
@@ -172,21 +171,20 @@ def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> I
         apart = difference(np.asarray(pair[0]), np.asarray(pair[1]))
         if apart > allowed:
             yield Divergence("metrics", f"{pair[0]:.9g}", f"{pair[1]:.9g}", where=name, difference=apart)
-    # Relative to the distance that all weights went. Alone, one that the loss does not depend on (a bias before a batch
-    # norm) is nothing but round-off.
-    apart, way, worst = 0.0, 0.0, ("", -1.0)
+    squares, way = {}, 0.0
     for name, value in expected.final.items():
         other = received.final[name]
-        if value.dtype.kind != "f":
-            if not np.array_equal(value, other):
-                yield _of_weights("final weights", name, value, other)
-            continue
-        squares = float(np.square(value.astype(float) - other).sum())
-        apart, way = apart + squares, way + float(np.square(value.astype(float) - expected.initial[name]).sum())
-        worst = max(worst, (name, squares), key=lambda pair: pair[1])
-    apart, way = math.sqrt(apart), math.sqrt(way)
+        if value.dtype.kind == "f":
+            squares[name] = float(np.square(value.astype(float) - other).sum())
+            way += float(np.square(value.astype(float) - expected.initial[name]).sum())
+        elif not np.array_equal(value, other):
+            yield _of_weights("final weights", name, value, other)
+    # Relative to the distance that all weights went. Alone, one that the loss does not depend on (a bias before a batch
+    # norm) is nothing but round-off.
+    apart, way = math.sqrt(sum(squares.values())), math.sqrt(way)
     if apart > allowed * way:
-        name, apart = worst[0], apart / way if way else math.inf
+        name = max(squares, key=lambda each: squares[each])
+        apart = apart / way if way else math.inf
         yield _of_weights("final weights", f"most in {name}", expected.final[name], received.final[name], apart)
 
 

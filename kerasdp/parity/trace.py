@@ -139,12 +139,7 @@ def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
     from kerasdp.run_state import Detail
     from kerasdp.step.observer import Observer
 
-    data = job.data() if callable(job.data) else job.data
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with runner.scope():
-        model = job.build_model()
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
+    model, (x, y, sample_weight) = made(runner, job)
     initial: dict[str, np.ndarray] = {}
     begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(values_of(model.variables)))
     observer = Observer(Detail.EVERYTHING if is_detailed else Detail.SUMMARY)
@@ -178,6 +173,18 @@ def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
             if gradient is not None
         },
     )
+
+
+def made(runner: Any, job: Job) -> tuple[Any, tuple[Any, Any, Any]]:
+    """Returns the model of a job, and its inputs, targets and sample weights."""
+    import keras
+
+    data = job.data() if callable(job.data) else job.data
+    with runner.scope():
+        model = job.build_model()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
+    return model, keras.utils.unpack_x_y_sample_weight(data)
 
 
 def values_of(variables: list[Any]) -> dict[str, np.ndarray]:

@@ -75,24 +75,24 @@ def choose_backend(name: str | None) -> str:
     Raises:
         UserError: if it is unknown or not installed; the text holds the command that installs it.
     """
-    choices = [("--backend", name)]
-    if name is None:
-        choices = [
-            ("the Keras that is already imported", _backend_of_imported_keras()),
-            ("KERAS_BACKEND", os.environ.get("KERAS_BACKEND")),
-            (_keras_json(), _backend_of_file()),
-            ("", next((backend for backend in BACKENDS if is_installed(backend)), None)),
-        ]
-    source, found = next(((source, choice) for source, choice in choices if choice), ("", None))
+    have = [backend for backend in BACKENDS if is_installed(backend)]
+    choices = {
+        "--backend": name,
+        "the Keras that is already imported": _backend_of_imported_keras(),
+        "KERAS_BACKEND": os.environ.get("KERAS_BACKEND"),
+        _keras_json(): _backend_of_file(),
+        "": have[0] if have else None,
+    }
+    source, found = next((pair for pair in choices.items() if pair[1]), ("", None))
     if found is None:
         raise UserError("no backend is installed; add one: pip install 'kerasdp[jax]' (or torch, or tensorflow)")
     if found not in BACKENDS:
         instead = "" if source == "--backend" else "; choose one of them with --backend=NAME"
         raise UserError(f"{source}: expected one of {', '.join(BACKENDS)} as backend. Received: {found!r}{instead}")
-    if not is_installed(found):
-        have = ", ".join(backend for backend in BACKENDS if is_installed(backend)) or "none"
+    if found not in have:
         raise UserError(
-            f"{source}: {found} is not installed (installed: {have}); add it: pip install 'kerasdp[{found}]' "
+            f"{source}: {found} is not installed (installed: {', '.join(have) or 'none'}); add it: "
+            f"pip install 'kerasdp[{found}]' "
             f"(in a checkout: pip install -c constraints.txt -e '.[{found}]')"
         )
     return found
@@ -137,13 +137,7 @@ def _backend_of_file() -> str | None:
 
 
 def choose_devices(
-    config: Config,
-    num_found: int,
-    kind: str = "gpu",
-    cluster: Cluster | None = None,
-    *,
-    is_rank: bool = False,
-    sees_gpus: bool = True,
+    config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None, *, is_rank: bool = False
 ) -> Devices:
     """Returns the devices to use.
 
@@ -153,13 +147,12 @@ def choose_devices(
         kind: what they are, as in `Devices`.
         cluster: of this process, among others.
         is_rank: whether each of these has one device.
-        sees_gpus: whether the backend may use GPUs: the user has not told it otherwise.
 
     Raises:
         UserError: if NVIDIA's driver has some, and the backend sees none; if there are some but fewer than asked for,
             or none though they were asked for.
     """
-    may_have_gpus = config.backend is not None and config.device in ("auto", "gpu") and sees_gpus
+    may_have_gpus = config.backend is not None and config.device in ("auto", "gpu")
     if num_found == 0 and may_have_gpus and (why := hardware.why_unseen(str(config.backend))):
         raise UserError(f"{why}; --device=cpu trains on virtual CPU devices")
     if config.device not in ("auto", "cpu") and num_found == 0:

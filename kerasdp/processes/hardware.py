@@ -1,19 +1,10 @@
-"""What this machine gives a run: GPUs, by their drivers, and memory, by its C library."""
+"""What this machine gives a run: GPUs, by their driver, and memory, by its C library."""
 
 import contextlib
 import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
-
-# Who is asked: library names, the function that starts it (none where counting does), the one that counts.
-# The driver of CUDA and the runtime of HIP heed CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and
-# number the GPUs as jax and its options do. Neither makes a context, so no memory of a GPU is taken.
-_DRIVERS: dict[str, tuple[tuple[str, ...], str | None, str]] = {
-    "cuda": (("libcuda.so.1",), "cuInit", "cuDeviceGetCount"),
-    "rocm": (("libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"), None, "hipGetDeviceCount"),
-}
-PLATFORMS = tuple(_DRIVERS)
 
 _CURES = {
     "torch": "pip uninstall torch, then pip install 'kerasdp[torch]', which on Linux brings CUDA",
@@ -22,28 +13,24 @@ _CURES = {
 }
 
 
-def num_gpus(platform: str) -> int:
-    """Returns how many GPUs of a platform this process may see; 0 also where there is no driver to ask.
+def num_gpus() -> int:
+    """Returns how many GPUs of NVIDIA's driver this process may see; 0 also where there is no driver.
 
-    Args:
-        platform: `"cuda"` or `"rocm"`.
+    The driver heeds CUDA_VISIBLE_DEVICES, and numbers the GPUs as jax does. It makes no context, so no memory of a GPU
+    is taken.
     """
-    names, start, ask = _DRIVERS[platform]
-    for name in names:
-        try:
-            driver = ctypes.CDLL(name)
-        except OSError:  # it is not installed
-            continue
-        found = ctypes.c_int(0)
-        if start is not None and getattr(driver, start)(0) != 0:
-            return 0
-        return found.value if getattr(driver, ask)(ctypes.byref(found)) == 0 else 0
-    return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # it is not installed
+        return 0
+    found = ctypes.c_int(0)
+    is_known = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(found)) == 0
+    return found.value if is_known else 0
 
 
 def why_unseen(backend: str) -> str:
     """Says what to do where NVIDIA's driver has GPUs, of which a backend sees none; empty where it has none."""
-    count = num_gpus("cuda")
+    count = num_gpus()
     if not count:
         return ""
     return (

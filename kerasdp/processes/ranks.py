@@ -157,7 +157,7 @@ def require_same(processes: Processes, config: Config) -> None:
     """Raises the same `UserError` on all processes if they differ in a choice or a version."""
     used = ("python", "kerasdp", "keras", "numpy", config.backend)
     fields = config.as_dict()
-    choices = {f"--{each.flags[-1]}": fields[name] for name, each in choices_of(Config).items() if not each.of_host}
+    choices = {f"--{each.flag}": fields[name] for name, each in choices_of(Config).items() if not each.of_host}
     given = choices | {package: version for package, version in versions().items() if package in used}
     meet(processes, "launch", {name: {"shown": str(value)} for name, value in given.items()})
 

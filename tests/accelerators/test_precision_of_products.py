@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from kerasdp.cli.main import parse_recipe
+from kerasdp.cli.main import parse
 from kerasdp.config import Config
 from kerasdp.processes.devices import Devices
 from kerasdp.reporting import report
@@ -55,7 +55,7 @@ def test_tensorflow(choices, _, __, expected, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a GPU"])
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda found, kind: None)
     monkeypatch.setattr(tf.config.experimental, "enable_tensor_float_32_execution", given.append)
-    monkeypatch.setattr(devices, "make_deterministic", lambda: None)
+    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
     devices.make_devices(Config(backend="tensorflow", **choices))
     assert given == [expected]
 
@@ -72,7 +72,7 @@ def test_the_first_line_says_it():
 
 
 def test_parity_is_exact():
-    config, *_ = parse_recipe("parity", ["parity.py"])
+    config, _ = parse("parity", ["parity.py"])
     assert config.precision == "float32"
-    config, *_ = parse_recipe("parity", ["parity.py", "--precision=float64"])
+    config, _ = parse("parity", ["parity.py", "--precision=float64"])
     assert config.precision == "float64"

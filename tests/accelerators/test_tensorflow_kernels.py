@@ -62,16 +62,6 @@ def test_what_gpus_cannot_sum_goes_in_a_wider_type():
                              "int64": "int64", "float64": "float64"}  # fmt: skip
 
 
-def test_what_is_not_deterministic_is_refused():
-    """Operations without a deterministic kernel on GPUs are named before the first step."""
-    found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "refused", backend="tensorflow"))
-    assert "ResizeNearestNeighborGrad" in found["kernel"]
-    assert found["kernel"].startswith("deterministic: ") and found["kernel"].endswith(
-        " has no deterministic implementation on GPUs; do without that operation, or leave deterministic=True out"
-    )
-    assert "MaxPoolGrad" in found["compiled"] and "leave jit_compile out" in found["compiled"]
-
-
 def test_xla_is_told_to_be_deterministic(tmp_path):
     """Of each function that a run compiles, by the options that XLA writes down."""
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"

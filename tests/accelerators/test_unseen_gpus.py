@@ -62,15 +62,15 @@ def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # by NVML, which knows them all the same
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(hardware, "num_gpus", lambda platform: 2)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: 2)
     with pytest.raises(UserError, match="has 2 GPUs, and torch sees none: .*, or update the driver"):
         make_devices(Config(backend="torch"))
 
 
 def test_what_is_unseen(monkeypatch):
-    monkeypatch.setattr(hardware, "num_gpus", lambda platform: 1)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: 1)
     with pytest.raises(UserError, match="driver has 1 GPU, and jax sees none: pip install 'kerasdp.jax-cuda.'"):
         choose_devices(Config(backend="jax"), 0)
     assert choose_devices(Config(backend="jax", device="cpu"), 0).kind == "cpu"
-    monkeypatch.setattr(hardware, "num_gpus", lambda platform: 0)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: 0)
     assert choose_devices(Config(backend="jax"), 0).reason == "no GPU found"

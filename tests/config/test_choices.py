@@ -20,16 +20,24 @@ def test_names_with_arguments(text, expected):
     assert choices.parse(text, "flag") == expected
 
 
-NO_NAMES = ("", "(a=1)", "f(1)", "f(a=b)", "f(a=1", "f(a=1)(b=2)", "f(a=__import__('os'))", 'sgd(**{"momentum":0.5})')
-TWICE = "sgd(momentum=0.5, momentum=0.7)"
+NO_NAMES = (
+    "",
+    "sgd(momentum=0.5, momentum=0.7)",
+    "(a=1)",
+    "f(1)",
+    "f(a=b)",
+    "f(a=1",
+    "f(a=1)(b=2)",
+    "f(a=__import__('os'))",
+    'sgd(**{"momentum":0.5})',
+)
 
 
-@pytest.mark.parametrize("text", [*NO_NAMES, TWICE])
+@pytest.mark.parametrize("text", NO_NAMES)
 def test_names_that_are_none(text):
     with pytest.raises(UserError) as caught:
         choices.parse(text, "flag")
-    expected = "each argument once. Received: 'sgd(momentum=0.5, mom" if text == TWICE else "a name, or a name with"
-    assert f"--flag: expected {expected}" in str(caught.value) and "\n" not in str(caught.value)
+    assert "--flag: expected a name, or a name with" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_users_own_functions(tmp_path):
@@ -38,9 +46,9 @@ def test_the_users_own_functions(tmp_path):
     assert choices.load_user_function(f"{file}:build", "model")() == 7
     assert choices.load_user_function("os.path:join", "model")("a", "b") == "a/b"
     for name, words in [
-        (f"{file}:other", "has no function 'other'; it has: build"),
-        (f"{tmp_path}/none.py:build", "there is no file"),
-        ("no.such.module:build", "there is no module"),
+        (f"{file}:other", "has no function 'other'"),
+        (f"{tmp_path}/none.py:build", "cannot be loaded: .* No such file"),
+        ("no.such.module:build", "cannot be loaded: No module named 'no'"),
     ]:
         with pytest.raises(UserError, match=words):
             choices.load_user_function(name, "model")

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from kerasdp import config, errors
+from kerasdp import errors
 from kerasdp.cli.main import Own
 from kerasdp.config import BACKENDS, Config
 from kerasdp.config.choices import choices_of
@@ -20,7 +20,6 @@ from kerasdp.errors import UserError
     [
         ({"backend": "theano"}, "--backend: expected one of torch, jax, tensorflow. Received: 'theano'"),
         ({"num_devices": 0}, "--gpus: expected a whole number of at least 1. Received: 0"),
-        ({"batch_size": 0}, "--batch_size"),
         ({"batch_size": 3, "num_devices": 4}, "expected at least 4 for 4 devices. Received: 3"),
         ({"learning_rate": 0.0}, "--learning_rate"),
         ({"learning_rate": float("nan")}, "--learning_rate"),
@@ -28,7 +27,7 @@ from kerasdp.errors import UserError
         ({"model": "vgg"}, "--model: expected one of mlp, lenet"),
         ({"dataset": "imagenet"}, "--dataset: expected one of digits"),
         ({"optimizer": "sgd(momentum"}, "--optimizer: expected a name, or a name with arguments"),
-        ({"verbose": 4}, "--verbose"),
+        ({"verbose": False}, "--verbose: expected one of 0, 1, 2. Received: False"),
         ({"strategy": "model"}, "--strategy: expected one of data, pipeline, tensor. Received: 'model'"),
         ({"strategy": "tensor", "split_size": 2}, "have an effect only with --strategy=pipeline"),
         ({"tracker": "tensorboard"}, "add --workdir=FOLDER"),
@@ -58,7 +57,7 @@ from kerasdp.errors import UserError
         ({"seed": None}, "--seed: expected a whole number from 0 to 4294967295. Received: None"),
         ({"cut_at": ["a", "b"]}, "--cut_at: expected names of layers in one string, comma-separated. Received: ['a', "),
         ({"optimizer": Config}, "--optimizer: expected a name, or a name with arguments such as sgd(momentum=0.9). Re"),
-        ({"model": pathlib.Path("m.py")}, "--model: expected a name"),
+        ({"model": pathlib.Path("m.py")}, "--model: expected one of mlp, lenet"),
         ({"workdir": 3}, "--workdir: expected a folder. Received: 3"),
         ({"resume": "no"}, "--resume: expected True or False. Received: 'no'"),
         (
@@ -114,7 +113,7 @@ def test_switches_are_those_that_messages_know():
     """`errors` lies below the table, and names those that people in Python write as `resume=True`."""
     known = choices_of(Config)
     assert {name for name, choice in known.items() if bool in choice.kinds} == set(errors._SWITCHES)
-    assert {choice.flags[-1]: name for name, choice in known.items() if choice.flags != [name]}.items() <= (
+    assert {choice.flag: name for name, choice in known.items() if choice.flag != name}.items() <= (
         errors.FIELDS_OF_FLAGS.items()
     )
 
@@ -146,12 +145,10 @@ def test_where_a_choice_is_there(name, value, backends):
     [
         ("workdir", pathlib.Path("runs/a"), "runs/a"),
         ("data_dir", pathlib.Path("data"), "data"),
-        ("checkpoint_every", 50, "50"),
-        ("checkpoint_every", np.int64(50), "50"),
+        ("checkpoint_every", np.int64(50), 50),
         ("seed", np.int64(7), 7),
         ("learning_rate", np.float32(0.5), 0.5),
         ("learning_rate", 1, 1),
-        ("verbose", False, 0),
     ],
 )
 def test_types_that_people_have_in_python(name, value, plain):
@@ -160,11 +157,3 @@ def test_types_that_people_have_in_python(name, value, plain):
     assert (found, type(found)) == (plain, type(plain))
     assert settings == Config(**{name: plain})
     assert name != "checkpoint_every" or settings.checkpoint_interval() == (50, None)
-
-
-def test_the_tables_hold_what_the_config_names():
-    pytest.importorskip("keras")
-    from kerasdp import models
-
-    for name in config.MODELS:
-        assert callable(getattr(models, name))

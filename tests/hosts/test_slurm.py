@@ -26,7 +26,7 @@ import kerasdp
 from kerasdp.cli.main import parse
 sys.path.insert(0, "recipes")
 from train import train
-kerasdp.launch(train, parse(sys.argv))
+kerasdp.launch(train, parse("train", sys.argv)[0])
 """
 
 

@@ -36,7 +36,7 @@ def test_a_script_is_one_of_bash(name):
 def test_a_template_has_flags_that_there_are_and_few_lines_to_edit(name):
     flags = flags_of(name)
     assert {"--resume", "--model=lenet", "--epochs=20"} <= set(flags), flags
-    config = parse(["train.py", *flags])
+    config, _ = parse("train", ["train.py", *flags])
     assert config.resume and config.workdir and config.epochs == 20
     text = (FOLDER / name).read_text()
     assert 0 < text.partition("<--.")[2].count("<--") <= MOST_LINES_TO_EDIT
@@ -62,7 +62,7 @@ def test_the_pods_of_a_job_find_each_other_and_restart(name):
     job = job_of(name)["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    assert parse(container["command"][1:]).resume
+    assert parse("train", container["command"][1:])[0].resume
     assert job["completionMode"] == "Indexed"
     given = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert str(job["completions"]) == str(job["parallelism"]) == given["JAX_NUM_PROCESSES"] == given["WORLD_SIZE"]

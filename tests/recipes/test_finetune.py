@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kerasdp
-from kerasdp.cli.main import parse_recipe
+from kerasdp.cli.main import parse
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import frozen_weights
 from tests.helpers import BACKENDS, ROOT, each_way, losses_in, results, run
@@ -127,15 +127,16 @@ def test_what_trains():
     [
         (["--lora_rank=-1"], "--lora_rank: expected a whole number of at least 0. Received: -1"),
         (["--preset=a", "--weights=b"], "--preset and --weights both name the model: leave out one of them"),
-        (["--dataset=digits"], "--dataset has no effect here: the recipe trains its own model"),
-        (["--model=lenet"], "--model has no effect here: the model has been built"),
-        (["--weights=b"], "--dataset=FILE.py:FUNCTION is needed, to fine-tune on"),
+        (["--dataset=digits"], "--dataset=FILE.py:FUNCTION goes with --weights or --preset"),
+        (["--dataset=a.py:b"], "give both, or none of them"),
+        (["--weights=b"], "give both, or none of them"),
+        (["--model=lenet"], "Unknown command line flag 'model'"),
         (["--checkpoint_weights=some"], "--checkpoint_weights: expected one of all, trained. Received: 'some'"),
     ],
 )
 def test_wrong_flags(flags, words):
     with pytest.raises(UserError) as caught:
-        parse_recipe("finetune", ["finetune.py", *flags])
+        parse("finetune", ["finetune.py", *flags])
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 

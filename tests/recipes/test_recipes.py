@@ -111,7 +111,7 @@ def test_parity(tmp_path):
     assert len(names) == 1 or "the output of scale differs first" in done.stdout
     assert (tmp_path / "parity.png").stat().st_size > 10_000
     refused = run("recipes/parity.py", "--gpus=2", backend=BACKENDS[0])
-    assert_one_line_and_exit_code_2(refused, "--gpus has no effect here")
+    assert_one_line_and_exit_code_2(refused, "Unknown command line flag 'gpus'")
 
 
 @pytest.mark.proof  # in short: data/test_datasets.py

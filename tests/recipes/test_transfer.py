@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kerasdp.cli.main import parse_recipe
+from kerasdp.cli.main import parse
 from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, losses_in, run
 
-SHORT = ("--device=cpu", "--size=32,32", "--batch_size=8", "--head_epochs=1", "--log_every=1", "--verbose=0")
+SHORT = (
+    "--device=cpu",
+    "--dataset=images(size=(32,32))",
+    "--batch_size=8",
+    "--head_epochs=1",
+    "--log_every=1",
+    "--verbose=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +92,14 @@ def check_batch_norm(files, path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--size=32"], "--size: expected height and width, as 160,160. Received: '32'"),
-        (["--dataset=digits", "--size=9,9"], "--size has no effect here"),
         (["--head_epochs=0"], "--head_epochs: expected a number above 0. Received: 0"),
         (["--fine_tuning_rate=-1"], "--fine_tuning_rate: expected a number above 0. Received: -1"),
-        (["--model=lenet"], "--model has no effect here: use --backbone"),
+        (["--model=lenet"], "Unknown command line flag 'model'"),
     ],
 )
 def test_wrong_flags(flags, words):
     with pytest.raises(UserError) as caught:
-        parse_recipe("transfer", ["transfer.py", *flags])
+        parse("transfer", ["transfer.py", *flags])
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 

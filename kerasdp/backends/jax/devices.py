@@ -2,10 +2,9 @@
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
-import importlib.metadata
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from kerasdp.backends.jax import processes
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
-from kerasdp.processes.hardware import PLATFORMS, num_gpus
+from kerasdp.processes.hardware import num_gpus
 from kerasdp.processes.ranks import Cluster
 from kerasdp.step.contract import SingleProcess, Strategy, T, Tensor
 from kerasdp.step.replica import compared_variables
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 # not know): no sums in the order in which threads happen to come, and no kernels chosen by the time they took.
 _DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
 
-# GPUs that are there, and that JAX was started without, since the run that started it needed fewer.
-_hidden_gpus = 0
+# Whether JAX was started without GPUs that may be there, since the run that started it needed fewer.
+_has_hidden_gpus = False
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
@@ -63,11 +62,9 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         kind, num_found = _find_accelerators(config)  # which starts JAX, if nothing has
         if has_been_started:
             _check_hidden(config, num_found)
-        else:
-            _hide(config, kind, num_found)
-        platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
-        sees_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms.split(",")))
-        devices = choose_devices(config, num_found, kind, cluster, sees_gpus=sees_gpus)
+        if config.device == "auto" and jax.config.values["jax_platforms"] == "cpu":  # also $JAX_PLATFORMS
+            config = dataclasses.replace(config, device="cpu")
+        devices = choose_devices(config, num_found, kind, cluster)
         counts = collections.Counter(device.process_index for device in _devices_of(devices.kind))
         if len(set(counts.values())) > 1:
             words = ", ".join(f"{counts[process]} of process {process}" for process in sorted(counts))
@@ -156,21 +153,12 @@ class JaxStrategy(Strategy):
         self.processes = SingleProcess() if devices.cluster is None else processes.JaxProcesses(config)
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices, self.devices = devices.count, start_jax(devices, config)
-        self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
         """Computes LSTMs step by step where cuDNN's kernel would be wrong: see `_lstms_not_for_cudnn`."""
-        from kerasdp.reporting.report import warn
-
         layers = _lstms_not_for_cudnn(model, self.devices)
         chosen = [layer.use_cudnn for layer in layers]
-        if layers and model not in self._told and self.processes.rank == 0:
-            self._told.add(model)
-            warn(
-                f"{', '.join(layer.name for layer in layers)}: computed step by step on jax, not by cuDNN, whose LSTM "
-                "takes float32 on one GPU only"
-            )
         for layer in layers:
             layer.use_cudnn = False
         try:
@@ -228,31 +216,26 @@ def _lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) ->
 
 def _choose_platforms(config: Config) -> None:
     """Lets JAX start on what the run needs only: on the host's CPU, and on as many GPUs as it uses."""
+    global _has_hidden_gpus
     platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
     if config.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
+        _has_hidden_gpus = True
         return
     if platforms and "cpu" not in platforms.split(","):  # models are made in host memory
         jax.config.update("jax_platforms", f"{platforms},cpu")
-    for platform in PLATFORMS:
-        option = f"jax_{platform}_visible_devices"
-        num_found = num_gpus(platform) if jax.config.values[option] == "all" else 0  # else the user has chosen
-        if 0 < (config.num_devices or num_found) < num_found:
-            # JAX takes three quarters of the memory of each GPU that it sees, whether it is used or not.
-            jax.config.update(option, ",".join(map(str, range(config.num_devices or 0))))
-
-
-def _hide(config: Config, kind: str, num_found: int) -> None:
-    """Notes how many GPUs JAX was started without, for the sake of this run."""
-    global _hidden_gpus
-    if kind == "gpu" and config.num_devices == num_found or config.device == "cpu":
-        _hidden_gpus = max(0, sum(num_gpus(platform) for platform in PLATFORMS) - num_found)
+    is_chosen = jax.config.values["jax_cuda_visible_devices"] != "all"  # by the user
+    if config.num_devices and not is_chosen and config.num_devices < num_gpus():
+        # JAX takes three quarters of the memory of each GPU that it sees, whether it is used or not.
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(config.num_devices))))
+        _has_hidden_gpus = True
 
 
 def _check_hidden(config: Config, num_found: int) -> None:
     """Raises if the run may have GPUs that JAX was started without."""
-    if _hidden_gpus and config.device in ("auto", "gpu") and not 0 < (config.num_devices or 0) <= num_found:
-        raise AlreadyStartedError(f"JAX has already started with {num_found} of {num_found + _hidden_gpus} GPUs")
+    may_have_more = config.device in ("auto", "gpu") and not 0 < (config.num_devices or 0) <= num_found
+    if _has_hidden_gpus and may_have_more and (there := num_gpus()) > num_found:
+        raise AlreadyStartedError(f"JAX has already started with {num_found} of {there} GPUs")
 
 
 def _find_accelerators(config: Config) -> tuple[str, int]:
@@ -260,16 +243,13 @@ def _find_accelerators(config: Config) -> tuple[str, int]:
     if config.device == "cpu":
         return "cpu", 0
     try:
-        found = jax.devices()
+        kind = jax.devices()[0].platform
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"jax cannot start: {reason}; mend that, or use --device=cpu") from error
-    try:
-        found = found if config.device == "auto" else _devices_of(config.device)
-    except RuntimeError:  # what JAX says of a platform that is not there
+    if config.device not in ("auto", kind):
         return config.device, 0
-    num_local = sum(device.process_index == jax.process_index() for device in found)
-    return found[0].platform, 0 if found[0].platform == "cpu" else num_local
+    return kind, 0 if kind == "cpu" else jax.local_device_count()
 
 
 def _devices_of(kind: str) -> list[jax.Device]:
@@ -295,15 +275,3 @@ def put_each(arrays: list[np.ndarray], shardings: list[NamedSharding]) -> list[T
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(arrays, shardings)
     return [put_rows(rows, sharding) for rows, sharding in zip(arrays, shardings)]
-
-
-def describe() -> dict[str, Any]:
-    """Returns the version, the devices, and the platform that drives them."""
-    found = [device for device in jax.devices() if device.platform != "cpu"]
-    memory = [(device.memory_stats() or {}).get("bytes_limit", 0) / 2**30 for device in found]
-    return {
-        "version": jax.__version__,
-        "devices": [f"{device.device_kind} ({size:.0f} GiB for jax)" for device, size in zip(found, memory)],
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "platform": found[0].client.platform_version.replace("\n", " ") if found else None,
-    }

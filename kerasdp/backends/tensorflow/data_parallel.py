@@ -153,7 +153,7 @@ class DataParallel(TensorFlowStrategy):
 
     def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
-        graphs, weights = Graphs(self.must_be_deterministic), TrainedWeights(model)
+        graphs, weights = Graphs(), TrainedWeights(model)
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]

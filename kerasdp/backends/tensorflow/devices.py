@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from kerasdp.backends.tensorflow import private
 from kerasdp.config import Config
-from kerasdp.errors import UserError
 from kerasdp.processes.devices import AlreadyStartedError, Devices, choose_devices
 from kerasdp.step.contract import SingleProcess, Strategy, Structure
 
@@ -24,8 +23,8 @@ def make_devices(config: Config, cluster: None = None) -> Devices:
     if devices.kind == "gpu":
         # TF32 keeps ten bits of a float32. By default TensorFlow (2.21) multiplies in it.
         tf.config.experimental.enable_tensor_float_32_execution(config.may_use_tf32)
-        if config.deterministic:  # on CPUs runs are bit-equal without it
-            make_deterministic()
+        if config.deterministic:  # on CPUs runs are bit-equal without it; XLA is told to be deterministic, too
+            tf.config.experimental.enable_op_determinism()
         if devices.count > 1 and config.may_use_tf32:
             _leave_channels_last(gpus)
     elif devices.count > 1:
@@ -82,7 +81,6 @@ class TensorFlowStrategy(Strategy):
     Attributes:
         config: of the run.
         device_names: of the devices.
-        must_be_deterministic: whether operations are refused that do not give the same bits each time.
     """
 
     def __init__(self, devices: Devices, config: Config):
@@ -90,7 +88,6 @@ class TensorFlowStrategy(Strategy):
         self.config, self.num_devices = config, devices.count
         self.processes, self.shard = SingleProcess(), (0, 1)
         self.device_names = device_names(devices)
-        self.must_be_deterministic = config.deterministic and devices.is_accelerator
 
     def peak_memory_bytes(self) -> int:
         """See `Strategy`."""
@@ -132,51 +129,3 @@ def take_rows(kept: Structure, numbers: np.ndarray, name: str) -> Structure:
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Calls `worker(devices, settings, train)` in this process, which drives all devices."""
     return worker(devices, settings, train)
-
-
-# What TensorFlow (2.21) has no deterministic kernel for on GPUs. It says so in the first step, from within a graph.
-_NOT_DETERMINISTIC = frozenset({
-    "AdjustContrast", "AdjustContrastv2", "Bincount", "CropAndResizeGradBoxes", "CropAndResizeGradImage",
-    "DenseBincount", "Dilation2DBackpropFilter", "Dilation2DBackpropInput", "FakeQuantWithMinMaxVarsGradient",
-    "FakeQuantWithMinMaxVarsPerChannelGradient", "MaxPoolGradWithArgmax", "ResizeNearestNeighborGrad",
-    "SparseTensorDenseMatMul",
-})  # fmt: skip
-# Likewise, in functions that XLA compiles. For their sake Keras (3.15) then leaves XLA off for whole steps.
-_NOT_DETERMINISTIC_IN_XLA = frozenset({"MaxPool3DGrad", "MaxPoolGrad", "MaxPoolGradV2"})
-
-
-def make_deterministic() -> None:
-    """Lets TensorFlow and XLA use algorithms alone that give the same bits each time, until the process ends.
-
-    What the kit itself compiles (batch norm, masks, an optimizer's update) XLA still does: TensorFlow (2.21) passes
-    `xla_gpu_deterministic_ops` on to it.
-    """
-    tf.config.experimental.enable_op_determinism()
-
-
-def require_deterministic(graph: tf.Graph) -> None:
-    """Raises `UserError` if a graph, or a function that it calls, has operations that cannot on GPUs."""
-    definition = graph.as_graph_def()
-    parts = [(definition.node, False)]
-    parts += [(each.node_def, each.attr["_XlaMustCompile"].b) for each in definition.library.function]
-    for nodes, is_compiled in parts:
-        for node in nodes:
-            if node.op in _NOT_DETERMINISTIC or (is_compiled and node.op in _NOT_DETERMINISTIC_IN_XLA):
-                cure = "leave jit_compile out" if node.op in _NOT_DETERMINISTIC_IN_XLA else "do without that operation"
-                raise UserError(
-                    f"--deterministic: {node.op} ({node.name}) has no deterministic implementation on GPUs; {cure}, "
-                    "or leave --deterministic out"
-                )
-
-
-def describe() -> dict[str, Any]:
-    """Returns the version, the devices, and the versions of the libraries of GPUs that it was built for."""
-    gpus = tf.config.list_physical_devices("GPU")
-    names = [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus]
-    build = tf.sysconfig.get_build_info()
-    return {
-        "version": tf.__version__,
-        "devices": names,
-        "CUDA": build.get("cuda_version"),
-        "cuDNN": build.get("cudnn_version"),
-    }

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdp.backends.tensorflow import collectives, private, xla
-from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.data.sampling import ReplicaRows
@@ -314,8 +313,8 @@ def _row(stacked: Structure, number: tf.Tensor) -> Structure:
 class Graphs:
     """The graphs of a step, one for each kind of batch."""
 
-    def __init__(self, must_be_deterministic: bool):
-        self._must_be_deterministic, self._graphs = must_be_deterministic, dict[Hashable, Any]()
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, step: Callable[..., Any], data: Sequence[Any], jit_compile: bool | None) -> Any:
         """Runs the graph of that key, which is made of `step` for the first data of its kind."""
@@ -332,8 +331,6 @@ class Graphs:
         graph = tf.function(run_flat, jit_compile=jit_compile, autograph=False)
         # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
         self._graphs[key] = graph.get_concrete_function(*tensors)
-        if self._must_be_deterministic:
-            require_deterministic(self._graphs[key].graph)
         results = private.call_flat(self._graphs[key], tensors)
         # XLA compiles an optimizer's update for each device: of 360,000 weights on two some 170 MiB are left.
         give_memory_back()

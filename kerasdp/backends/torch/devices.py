@@ -53,7 +53,8 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     Raises:
         AlreadyStartedError: if the run is this process's, and Keras makes its tensors on another kind of device.
     """
-    num_found = _num_gpus()
+    # `device_count` also counts GPUs of a driver that is too old for torch's CUDA.
+    num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cluster is not None:  # a rank, which has one device
         num_ranks = number_in(os.environ, "LOCAL_WORLD_SIZE", 1)
         if config.num_devices not in (None, num_ranks):
@@ -70,11 +71,6 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     return devices
 
 
-def _num_gpus() -> int:
-    """Returns how many GPUs torch can use: `device_count` also counts those of a driver too old for its CUDA."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def _keras_device() -> str:
     """Returns on which device of torch Keras works: it (3.15) asks once, at import."""
     found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -84,7 +80,11 @@ def _keras_device() -> str:
 def device_of_process(devices: Devices, config: Config) -> torch.device:
     """Returns this process's device. Makes it the default of torch and Keras: call before Keras is imported."""
     if config.deterministic:
-        _make_deterministic()
+        # Algorithms alone that give the same bits each time; where there is none torch raises
+        # (docs.pytorch.org/docs/2.13/notes/randomness.html). cuBLAS sums in a workspace whose size says how; it is
+        # read when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # One for all ranks, which compile the same at the same moment: Inductor (2.13) renames finished files into
         # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
@@ -94,7 +94,9 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
     os.environ["KERAS_TORCH_DEVICE"] = _KERAS_DEVICES[devices.kind]  # see `_keras_device`
     if not is_gpu:
         return torch.device("cpu")
-    device = torch.device("cuda", _number_of_gpu(devices))
+    # A process may see its own alone.
+    is_alone = devices.count == 1 or torch.cuda.device_count() == 1
+    device = torch.device("cuda", 0 if is_alone else int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     # TF32 keeps ten bits of a float32. By default torch (2.13) multiplies in it in convolutions alone.
     torch.backends.cudnn.allow_tf32 = config.may_use_tf32
@@ -113,17 +115,6 @@ def _folder_of_run() -> str:
     """Returns a folder that ends with the run, and that nobody else can enter."""
     worker = outcome.place()
     return _temporary_folder().name if worker is None else worker.folder
-
-
-def _make_deterministic() -> None:
-    """Lets torch use algorithms alone that give the same bits each time, and raise where there is none.
-
-    docs.pytorch.org/docs/2.13/notes/randomness.html. Of cuDNN's algorithms torch (2.13) then takes those that are
-    deterministic.
-    """
-    # cuBLAS sums in a workspace whose size says how; read when CUDA starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 def timeout_of(config: Config) -> timedelta:
@@ -147,22 +138,25 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     if devices.count == 1:
         return SingleProcess()
     is_gpu, is_joined = devices.kind == "gpu", dist.is_initialized()  # by an earlier run of this program, or by Ray
+    join = functools.partial(
+        dist.init_process_group, "nccl" if is_gpu else "gloo", timeout=timeout_of(config),
+        device_id=device if is_gpu else None,
+    )  # fmt: skip
     if devices.cluster is not None:
         if not is_joined:
-            dist.init_process_group(
-                "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None
-            )
+            join()
         processes = GlooProcesses()
         require_same(processes, config)
         return processes
     key = None
     if not is_joined:
         listen_on_loopback()
-        store, rank = _open_store(devices.count), int(os.environ["RANK"])
-        dist.init_process_group(
-            "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None,
-            store=store, rank=rank, world_size=devices.count,
-        )  # fmt: skip
+        worker = outcome.place()
+        assert worker is not None  # noqa: S101
+        # The ranks of one machine find their addresses in a file, in a folder of this user's alone.
+        store: Any = dist.FileStore(os.path.join(worker.folder, "store"), devices.count)  # type: ignore[attr-defined]
+        rank = int(os.environ["RANK"])
+        join(store=store, rank=rank, world_size=devices.count)
         if rank == 0:
             store.set("key", secrets.token_hex())
         key = store.get("key")
@@ -177,13 +171,6 @@ def listen_on_loopback() -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for library in ("GLOO", "NCCL"):
         os.environ[f"{library}_SOCKET_IFNAME"] = loopback
-
-
-def _open_store(num_ranks: int) -> Any:
-    """Opens what the ranks of one machine find their addresses in: a file in a folder of this user's alone."""
-    worker = outcome.place()
-    assert worker is not None  # noqa: S101
-    return dist.FileStore(os.path.join(worker.folder, "store"), num_ranks)  # type: ignore[attr-defined]
 
 
 class TorchStrategy(Strategy):
@@ -287,14 +274,6 @@ def _hand_over(tensors: list[torch.Tensor | None], device: torch.device) -> None
     stream.synchronize()
 
 
-def _number_of_gpu(devices: Devices) -> int:
-    """Returns which of the GPUs that this process sees is its own."""
-    if devices.count == 1:
-        return 0
-    number = int(os.environ["LOCAL_RANK"])
-    return 0 if torch.cuda.device_count() == 1 else number  # each process may see its own alone
-
-
 # What each process imports, and needs the most time for.
 _PRELOAD = ["torch", "keras", "kerasdp.training.runner", "kerasdp.backends.torch.data_parallel"]
 
@@ -314,7 +293,9 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
     num_local = devices.count
     if num_local == 1:
         return worker(devices, settings, train)
-    threads = {name: os.environ.get(name, str(num_threads(num_local))) for name in _OF_THREADS}
+    # The processes share the cores; torch would give each of them all, and Inductor (2.13) up to 32 processes besides.
+    share = str(max(1, (os.cpu_count() or 1) // num_local))
+    threads = {name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
     return run_workers(
         _rank,
         (worker, devices, settings, train),
@@ -324,15 +305,6 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
         # on macOS what torch loads may have begun threads.
         preload=None if torch.cuda.device_count() or sys.platform != "linux" else _PRELOAD,
     )
-
-
-# The processes share the cores; torch would give each of them all, and Inductor (2.13) up to 32 processes besides.
-_OF_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-
-
-def num_threads(num_local: int) -> int:
-    """Returns how many threads each of so many processes of this machine has."""
-    return max(1, (os.cpu_count() or 1) // num_local)
 
 
 @record  # so that torchrun shows the first error of all ranks
@@ -352,16 +324,3 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     result = worker(*args)
     leave_process_group()
     return result
-
-
-def describe() -> dict[str, Any]:
-    """Returns the version, the devices, and the versions of the libraries of GPUs."""
-    gpus = [torch.cuda.get_device_properties(number) for number in range(_num_gpus())]
-    return {
-        "version": torch.__version__,
-        "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],
-        "CUDA": torch.version.cuda,
-        "ROCm": torch.version.hip,
-        "cuDNN": torch.backends.cudnn.version() if gpus else None,
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
-    }
