@@ -80,15 +80,6 @@ def drop_stdout() -> None:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
-def size(number: float) -> str:
-    """Returns a number of bytes in a unit that people read: powers of 1,000."""
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            return f"{number:,.0f} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"
-        number /= 1000
-    raise AssertionError
-
-
 def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
     """Returns lines of equally many texts as a table, in which the columns of these numbers are flush right."""
     widths = [max(map(len, column)) for column in zip(*lines)]

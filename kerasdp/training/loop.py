@@ -1,10 +1,8 @@
 """Goes through epochs and batches: calls the step functions and callbacks in the order of Keras' own `fit`."""
 
 import contextlib
-import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -15,15 +13,14 @@ from kerasdp.data.batch import Feed
 from kerasdp.errors import ReplicasDifferError, UserError
 from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch, set_training_mode
 from kerasdp.keras_compat.numerics import same_on_all_backends
-from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.processes import watchdog
 from kerasdp.processes.watchdog import shapes_of
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import as_numbers
 from kerasdp.run_state import Evaluated, ModelCache, RunState
 from kerasdp.same.random import UNNAMED, portable_draws
-from kerasdp.step.contract import DeviceBatch, StepFunctions, Strategy, Trained
-from kerasdp.step.replica import DeviceScalar, all_variables, optimizers_of
+from kerasdp.step.contract import DeviceBatch, StepFunctions, Strategy
+from kerasdp.step.replica import DeviceScalar, all_variables
 
 Logs = dict[str, Any]
 
@@ -157,7 +154,6 @@ class Loop:
             last, before = self.functions.predict(batch), last
             if number:  # copied while the device computes the next one
                 outputs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, before))
-                _require_alike(before, last, number)
             callbacks.on_predict_batch_end(number, {"outputs": last})
             if model.stop_predicting:
                 break
@@ -187,16 +183,6 @@ class Loop:
                 f"epoch {self.state.epoch + 1}: expected {feed.num_batches} batches (steps_per_epoch). The data ran "
                 f"out after {num_done}; give more, or repeat it"
             )
-
-
-def _require_alike(before: Any, outputs: Any, number: int) -> None:
-    """Raises `UserError` if the outputs of a batch cannot be joined to those before."""
-    shapes = [[tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(each)] for each in (before, outputs)]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            f"predict: expected batches whose outputs have one shape, to join them. Received: {shapes[1]} for each "
-            f"sample of batch {number + 1}, {shapes[0]} before; pad all inputs to one length"
-        )
 
 
 def _calls(batches: Iterator[DeviceBatch], num_done: int, per_call: int) -> Iterator[list[DeviceBatch]]:
@@ -257,81 +243,10 @@ class ModelSteps:
         made_for = (getattr(model, "optimizer", None), *made_by_compile(model), *all_variables(model))
         known = self._functions.get(model)
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
-            functions = self._strategy.step_functions(model, self._state)
-            functions = _warning_of_unchanged_weights(model, self._strategy, functions)
-            known = made_for, self._marked(functions)
+            known = made_for, self._marked(self._strategy.step_functions(model, self._state))
             self._functions.put(model, known)
         return known[1]
 
     def _marked(self, functions: StepFunctions) -> StepFunctions:
         mark = watchdog.current.step_function
         return StepFunctions(**{name: function and mark(function) for name, function in vars(functions).items()})
-
-
-# Steps in which a weight is to change, and weights of which one is looked at after the first step: the smallest.
-_FEW_STEPS, _FEW_WEIGHTS = 4, 8
-
-
-def _warning_of_unchanged_weights(model: keras.Model, strategy: Strategy, functions: StepFunctions) -> StepFunctions:
-    """Says in a line, once, that the first steps have changed no weight; a step without an optimizer is to change none.
-
-    All weights are read only where the first step has changed none of a few. Weights that are not trained count, as the
-    statistics of batch norm, and the scale of a loss that was too large. Seeds do not.
-    """
-    # A weight may be on another process as a whole, or in parts.
-    is_elsewhere = strategy.config.strategy != "data" or strategy.config.shard == "weights"
-    if strategy.processes.rank != 0 or is_elsewhere or not optimizers_of(model):
-        return functions
-    look = _looks_at_weights(model)
-
-    def looking(function: Callable[..., Trained]) -> Callable[..., Trained]:
-        def train(*args: Any) -> Trained:
-            next(look, None)  # once for several steps of one call, too
-            return function(*args)
-
-        return train
-
-    several = functions.train_several
-    return dataclasses.replace(
-        functions,
-        train=looking(functions.train),
-        train_several=several and looking(several),
-    )
-
-
-def _looks_at_weights(model: keras.Model) -> Iterator[None]:
-    """Looks at the weights before each of the first steps, and ends where one has changed, or with a warning."""
-    optimizers = optimizers_of(model)
-    trained = sorted(model.trainable_weights, key=lambda weight: math.prod(weight.shape))[:_FEW_WEIGHTS]
-    before = _values_of(trained)
-    yield
-    if _have_changed(trained, before) or any(map(_has_no_rate, optimizers)):
-        return
-    scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
-    weights = [weight for weight in model.weights if weight.name != "seed_generator_state"]
-    weights += [scale for scale in scales if scale is not None]
-    num_steps = max(_FEW_STEPS, *(1 + (inner_optimizer(each).gradient_accumulation_steps or 1) for each in optimizers))
-    before = _values_of(weights)
-    for _ in range(1, num_steps):
-        yield
-    if before and not _have_changed(weights, before) and not any(map(_has_no_rate, optimizers)):
-        reason = "does the step apply its gradients, and does the loss depend on the weights?"
-        if not model.trainable_weights:
-            reason = "all of them are frozen"
-        report.warn(f"{model.name}: no weight has changed in the first {num_steps} steps; {reason}")
-
-
-def _has_no_rate(optimizer: keras.optimizers.Optimizer) -> bool:
-    return not float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-
-
-def _values_of(variables: list[keras.Variable]) -> list[np.ndarray]:
-    # Copies: the memory of a variable is taken by its next value. TensorFlow (2.21) makes no array of one bfloat16.
-    return [
-        np.array(keras.ops.convert_to_numpy(keras.ops.cast(each, "float32") if "float16" in each.dtype else each))
-        for each in variables
-    ]
-
-
-def _have_changed(variables: list[keras.Variable], before: list[np.ndarray]) -> bool:
-    return any((new != old).any() for new, old in zip(_values_of(variables), before, strict=True))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kerasdp.keras_compat.layers import mask_of, set_mask, with_mask
-from kerasdp.keras_compat.models import last_activation, losses_by_thread
+from kerasdp.keras_compat.models import losses_by_thread
 from kerasdp.keras_compat.optimizers import slots_by_weight
 from kerasdp.keras_compat.random import is_in_layer_call
 from kerasdp.keras_compat.settings import kept_by_clear_session
@@ -38,24 +38,6 @@ def test_slots_and_their_weights(model):
     for weight in model.trainable_variables:
         assert found[id(optimizer.own[weight.path])] == ("own", weight)
         assert sum(of is weight for _, of in found.values()) == 3
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ([keras.layers.Dense(4, "sigmoid", name="a")], ("a", "sigmoid")),
-        ([keras.layers.Dense(4, name="a"), keras.layers.Softmax(name="b")], ("b", "softmax")),
-        ([keras.layers.Dense(4, name="a"), keras.layers.Activation("softmax", name="b")], ("b", "softmax")),
-        ([keras.layers.Dense(4, name="a")], ("a", "linear")),
-        ([keras.layers.Dropout(0.5, name="a")], ("a", None)),
-    ],
-)
-def test_the_activation_behind_an_output(layers, expected):
-    symbol = keras.Input((3,))
-    for layer in layers:
-        symbol = layer(symbol)
-    assert last_activation(symbol) == expected
-    assert last_activation(keras.KerasTensor((2, 3))) == ("", None)
 
 
 def test_losses_by_thread():
