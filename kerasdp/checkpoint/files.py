@@ -228,7 +228,7 @@ _FIELDS: dict[str, Any] = {
     "batch": int,
     "stopped": bool,
     "best": (None, {"name": str, "score": float}),
-    "data": (None, {"state": None}, {"state": object, "pass": int, "rows": int}),
+    "data": (None, {"digest": str}),
     "identity": dict,
     "recorder": {
         "last_logs": {str: (float, list)}, "history": [{"epoch": int}], "epoch_seconds": [float],

@@ -26,7 +26,7 @@ def through_model(method: Method) -> Method:
     """Makes a method of `Runner` call the model's own method of that name, if its class overrides that of Keras.
 
     Such a method hands changed arguments (more callbacks, say) to `super()`, which is the runner's again: see
-    `model_calls_through`. That of a model which would preprocess data, but has no preprocessor, is not called.
+    `model_calls_through`. One that would only preprocess data, and has no preprocessor, is not called.
     """
     name, method = method.__name__, _on_all_ranks(method)
 
