@@ -16,8 +16,8 @@ import numpy as np
 from kerasdp.data.batch import Batch, Reader, SampleReader
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError, UserError
-from kerasdp.keras_compat.models import loss_options, output_symbols, symbols_of, targets_of_losses
-from kerasdp.run_state import RunState
+from kerasdp.keras_compat.models import loss_options, made_by_compile, output_symbols, symbols_of, targets_of_losses
+from kerasdp.run_state import ModelCache, RunState
 from kerasdp.step.global_batch import is_loss_of_keras
 
 # Bytes of targets in memory that are looked through before the first step, in a third of a second at most; of more, and
@@ -25,6 +25,8 @@ from kerasdp.step.global_batch import is_loss_of_keras
 MOST_LOOKED_THROUGH = 2**30
 
 _VALIDATION = "validation data: "
+# The loss that `compile` made of each model, the shapes of the data that it was given last, and the outputs for them.
+_outputs_of: ModelCache[tuple[Any, list[Any], Any]] = ModelCache()
 
 
 @contextlib.contextmanager
@@ -50,7 +52,14 @@ def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validatio
     """
     if not _has_usual_loss(model):
         return
-    outputs = output_symbols(model, symbols_of((batch.inputs, batch.targets, batch.sample_weight), len(batch.indices)))
+    symbols = symbols_of((batch.inputs, batch.targets, batch.sample_weight), len(batch.indices))
+    shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(symbols)]
+    loss, _ = made_by_compile(model)
+    known = _outputs_of.get(model)
+    if known is None or known[0] is not loss or known[1] != shapes:
+        known = loss, shapes, output_symbols(model, symbols)
+        _outputs_of.put(model, known)
+    outputs = known[2]
     if outputs is None:
         return
     check = functools.partial(_check_targets, model, outputs)
