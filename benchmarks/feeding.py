@@ -81,7 +81,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     used = slice(0, config.batch_size * 3)
     runner.fit(model, x[used], y[used], epochs=4)
-    found["resnet18"] = 3 * config.batch_size / statistics.median(runner.epoch_seconds[1:])
+    found["resnet18"] = 3 * config.batch_size / statistics.median(runner.state.epoch_seconds[1:])
     return found
 
 

@@ -86,7 +86,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
         if train_own is not None:
             logs = train_own(steps)
             history = {name: [float(value)] for name, value in logs.items()}  # waits for the last step
-            runner.epoch_seconds[-1] = time.perf_counter() - begin
+            runner.state.epoch_seconds[-1] = time.perf_counter() - begin
         else:
             history = runner.fit(
                 model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
@@ -95,7 +95,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
         growth = processes.all_gather_object(protocol.memory_growth(before))
         memory = processes.all_gather_object(runner.strategy.peak_memory_bytes())
         return {
-            "seconds": runner.epoch_seconds[-1],
+            "seconds": runner.state.epoch_seconds[-1],
             "loss": history["loss"][0],
             "accuracy": history.get("accuracy", [0.0])[0],
             "peak_memory_bytes": max(memory) if runner.devices.is_accelerator else sum(memory),

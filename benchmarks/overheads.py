@@ -54,7 +54,7 @@ def train(folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> Non
             # The bar is drawn, and thrown away.
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 runner.fit(model, x, y, epochs=1, validation_data=validation)
-            seconds[name].append(runner.epoch_seconds[-1])
+            seconds[name].append(runner.state.epoch_seconds[-1])
     if runner.is_chief:
         bare = seconds["bare"][1:]
         print(f"{config.backend}, {config.model}: {statistics.median(bare) / steps * 1e3:.1f} ms a step")

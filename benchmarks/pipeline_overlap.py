@@ -62,7 +62,7 @@ def train(num_micro_batches: int, runner: "kerasdp.Runner") -> float:
         model = keras.Model(inputs, Wait(name="second")(Wait(name="first")(inputs)))
         model.compile("sgd", "mse")
     runner.fit(model, x, x, batch_size=num_micro_batches, epochs=4)
-    return statistics.median(runner.epoch_seconds[1:]) / NUM_STEPS
+    return statistics.median(runner.state.epoch_seconds[1:]) / NUM_STEPS
 
 
 def main() -> None:

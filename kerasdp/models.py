@@ -37,17 +37,14 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     builder = choices.load_user_function(name, "model") if is_own else globals()[name]
     if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
         arguments["kernel_initializer"] = _initializer(text)
-    taken = {"input_shape", "num_classes"} & arguments.keys()
-    if taken:
-        raise UserError(f"--model: {' and '.join(sorted(taken))} come from the data set; leave them out")
-    arguments |= {"input_shape": input_shape, "num_classes": num_classes}
+    given = {"input_shape": input_shape, "num_classes": num_classes}
     try:
-        inspect.signature(builder).bind(**arguments)
+        inspect.signature(builder).bind(**arguments, **given)
     except TypeError as error:
-        raise UserError(f"--model: {name} cannot be called with {', '.join(arguments)} ({error})") from error
+        raise UserError(f"--model: {name} cannot be called with {', '.join(arguments | given)} ({error})") from error
     try:
-        model = builder(**arguments)
-    except ValueError as error:
+        model = builder(**arguments, **given)
+    except (TypeError, ValueError) as error:
         if is_own:  # with all its frames: the user-defined function may be at fault
             raise
         reason = str(error).splitlines()[0]
@@ -60,14 +57,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
 def _initializer(text: str) -> Any:
     name, arguments = choices.parse(text, "model")
     # Not the initializer: one that several layers share draws the same values for each.
-    identifier = {"class_name": name, "config": arguments} if arguments else name
-    try:
-        keras.initializers.get(identifier)
-        return identifier
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"--model: Keras has no such kernel_initializer: {text!r} ({str(error).splitlines()[0]})"
-        ) from error
+    return {"class_name": name, "config": arguments} if arguments else name
 
 
 # Of both published ResNets (PyTorch's momentum of 0.1 is Keras' 0.9). With Keras' own 0.99 the moving averages are far

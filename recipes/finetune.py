@@ -62,6 +62,8 @@ def windows(text: str, length: int = 32, most: int = 1000):
 
 def train(runner: "kerasdp.Runner", rank: int, weights: str | None, preset: str | None) -> None:
     """Runs in every worker process, after the backend is chosen."""
+    import keras
+
     config, say = runner.config, print if runner.is_chief and runner.config.verbose != 0 else lambda line: None
     if weights or preset:
         path, _, name = config.dataset.partition(":")
@@ -77,6 +79,10 @@ def train(runner: "kerasdp.Runner", rank: int, weights: str | None, preset: str 
     if not (weights or preset):
         fit(runner, model, *windows(" ".join(topics.values())), epochs=2)  # however long the second one is
         data = windows(pathlib.Path(functools.__file__).read_text())
+    preprocessor = getattr(model, "preprocessor", None)  # of KerasHub
+    if preprocessor is not None:
+        data = [keras.utils.unpack_x_y_sample_weight(model.preprocess_samples(*part)) for part in data]
+        model.preprocessor = None
     if rank:
         add_adapters(model, rank)
     trained = sum(math.prod(weight.shape) for weight in model.trainable_weights)
@@ -86,6 +92,8 @@ def train(runner: "kerasdp.Runner", rank: int, weights: str | None, preset: str 
         with open(os.path.join(config.workdir, "evaluation.json"), "w") as file:
             json.dump({"before": before, "after": after}, file, indent=2)
     say("held out: " + ", ".join(f"{name} {value:.4g} -> {after[name]:.4g}" for name, value in before.items()))
+    if preprocessor is not None:
+        model.preprocessor = preprocessor
     kerasdp.export(model, os.path.join(config.workdir, "model.keras"))
 
 

@@ -48,7 +48,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
     runner.fit(model, data.train, epochs=config.epochs)
     strategy = runner.strategy
     memory = [round(most / 2**20) for most in strategy.processes.all_gather_object(strategy.peak_memory_bytes())]
-    return {"seconds": runner.epoch_seconds[1:], "MiB": memory, "stages": runner.state.description}
+    return {"seconds": runner.state.epoch_seconds[1:], "MiB": memory, "stages": runner.state.description}
 
 
 def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Config]:

@@ -113,7 +113,7 @@ def identity(config: Config, model: keras.Model, reader: Any, read: Read) -> dic
     batch = reader.first()
     # Rank 0 computes it: it holds the first row whatever the number of processes.
     first_row = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:1], batch.inputs)
-    data = keras.tree.flatten((batch.indices, first_row, *reader.first_targets()))
+    data = keras.tree.flatten((batch.indices, first_row, *reader.sample(len(batch.indices))[1:]))
     found = {f"--{name}": getattr(config, name) for name in _FLAGS}
     found |= {"global batch": len(batch.indices), "batches an epoch": reader.num_batches}
     found["first batch of the data"] = _digest(leaf for leaf in data if leaf is not None)

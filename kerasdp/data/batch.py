@@ -106,10 +106,6 @@ class Reader(abc.ABC):
         A batch of fewer rows is repeated.
         """
 
-    @abc.abstractmethod
-    def first_targets(self) -> tuple[Any, Any]:
-        """Returns targets and sample weights of all rows of the first batch, however many replicas there are."""
-
     def whole(self, epoch: int, number: int) -> Batch | None:
         """Returns a batch with all rows of its inputs, to look at its numbers; None if it cannot be read again."""
         return None
@@ -153,18 +149,12 @@ class SampleReader(Reader):
         """See `Reader`."""
         return self._read(self.order.batch(0, 0), None)
 
-    def first_targets(self) -> tuple[Any, Any]:
-        """See `Reader`."""
-        return self.source.targets(self.order.batch(0, 0))
-
     def whole(self, epoch: int, number: int) -> Batch | None:
         """See `Reader`. None of data that is not in memory."""
         if not isinstance(self.source, ArraySource) or number >= self.num_batches:
             return None
         indices = self.order.batch(epoch, number)
-        targets, sample_weight = self.source.targets(indices)
-        inputs = self.source.inputs(indices)
-        return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices, own_indices=indices)
+        return self._batch(indices, indices, None)
 
     def sample(self, num_rows: int) -> Any:
         """See `Reader`."""
@@ -172,15 +162,12 @@ class SampleReader(Reader):
         return self.source.inputs(rows), *self.source.targets(rows)
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
-        rows = indices[self.split.rows_of_process(len(indices), self.shard)]
+        return self._batch(indices, indices[self.split.rows_of_process(len(indices), self.shard)], kept)
+
+    def _batch(self, indices: np.ndarray, rows: np.ndarray, kept: DeviceCache | None) -> Batch:
         targets, sample_weight = self.source.targets(rows)
-        return Batch(
-            inputs=self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32")),
-            targets=targets,
-            sample_weight=sample_weight,
-            indices=indices,
-            own_indices=rows,
-        )
+        inputs = self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32"))
+        return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices, own_indices=rows)
 
 
 class Feed:

@@ -6,10 +6,8 @@ One process reads and hands out: an object that each process read by itself migh
 import abc
 import functools
 import itertools
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import keras
@@ -20,7 +18,6 @@ from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import as_arrays, num_samples, take_rows, weights_of_classes
 from kerasdp.errors import UserError, WorkerError
 from kerasdp.processes.ranks import Scatter
-from kerasdp.processes.workers import end_with_parent
 
 # Stands for a batch where there is none left.
 END: Any = object()
@@ -69,10 +66,6 @@ class BatchReader(Reader):
     def sample(self, num_rows: int) -> Any:
         """See `Reader`."""
         return take_rows(self._first(), np.resize(np.arange(num_samples(self._first())), num_rows))
-
-    def first_targets(self) -> tuple[Any, Any]:
-        """See `Reader`."""
-        return self._first()[1:]
 
     def _first(self) -> tuple[Any, Any, Any]:
         """Returns inputs, targets and sample weights of all rows of the first batch."""
@@ -126,23 +119,26 @@ class BatchReader(Reader):
 
     def _parts(self, data: tuple[Any, Any, Any], first: int) -> list[Batch]:
         """Cuts a global batch for each process. `first`: index of its first row in the data set."""
-        _, num_shards = self.shard
-        if num_shards == 1:
-            return [batch_of(data, self.split, (0, 1), first)] * self._num_processes
-        shards = range(num_shards) if self._scatter is not None else [self.shard[0]]
-        return [batch_of(data, self.split, (rank, num_shards), first) for rank in shards]
+        rank, num_shards = self.shard
+        ranks = [rank] if self._scatter is None else range(self._num_processes)
+        return [batch_of(data, self.split, (rank % num_shards, num_shards), first) for rank in ranks]
 
 
 class IndexedReader(BatchReader):
-    """Batches of a `keras.utils.PyDataset`, by number, in the run's order, with its threads or processes."""
+    """Batches of a `keras.utils.PyDataset`, by number, in the run's order, with its threads."""
 
     def __init__(self, batches: keras.utils.PyDataset, *args: Any, order_seed: int | None = None, **kwargs: Any):
         """`order_seed` shuffles the batches; None keeps their order. The others: as in `BatchReader`.
 
         Raises:
-            UserError: if there is no number of batches.
+            UserError: if there is no number of batches, or processes are to read them.
         """
         super().__init__(batches, *args, **kwargs)
+        if batches.use_multiprocessing:
+            raise UserError(
+                f"x: the {type(batches).__name__} has use_multiprocessing=True: leave it out, for workers=N threads, "
+                "or let the processes of a torch DataLoader (num_workers=N) read"
+            )
         length = batches.num_batches or self._steps
         if length is None:
             raise UserError(f"x: the {type(batches).__name__} has no number of batches; add steps_per_epoch")
@@ -154,7 +150,6 @@ class IndexedReader(BatchReader):
             steps_per_epoch=self._steps,
         )
         self.num_batches, self.num_threads = self._order.num_batches, max(1, batches.workers)
-        self._pool: ProcessPoolExecutor | None = None
         # Batch 0, read ahead of its turn: a data set that draws its own numbers would give another one the next time.
         self._held: Any = None
         self._is_begun = False
@@ -170,11 +165,6 @@ class IndexedReader(BatchReader):
         indices: Iterator[int] = (int(index) for (index,) in self._order.batches(epoch, start))
         if self.batches.num_batches is None:  # each batch has a number of its own
             indices = itertools.count(epoch * self._order.num_batches + start)
-        if self._reads and self.batches.use_multiprocessing:
-            # Forked, as Keras does, and again for each epoch: `on_epoch_end` changes this process's data set.
-            context = multiprocessing.get_context("fork")
-            self._pool = ProcessPoolExecutor(self.num_threads, context, _keep, (self.batches,))
-            self._pool.submit(int).result()  # forks all of them, in this thread, with which they may end
         for number, index in zip(range(start, self._order.num_batches), indices):
             yield functools.partial(self._read, index, number)
 
@@ -188,8 +178,6 @@ class IndexedReader(BatchReader):
     def end_epoch(self, number: int) -> None:
         """See `Reader`."""
         self._held, self._is_begun = None, False
-        if self._pool is not None:
-            self._pool.shutdown()
         if number == self.num_batches:  # not before its last batch was read: it may shuffle
             self.batches.on_epoch_end()
 
@@ -205,25 +193,10 @@ class IndexedReader(BatchReader):
             if index == 0 and held is not None:
                 self._held = None
                 return held
-            return self.batches[index] if self._pool is None else self._pool.submit(_batch, index).result()
+            return self.batches[index]
 
         def cut(data: Any) -> list[Batch]:
             return self._parts(data, number * num_samples(self._first()))
 
         self._first()
         return self._handed_out(read, cut, number + 1)
-
-
-# In a process that reads for this one: its data set.
-_own: list[keras.utils.PyDataset] = []
-
-
-def _keep(batches: keras.utils.PyDataset) -> None:
-    # Else a run that fails leaves it, and with it what it inherited of open pipes. On Linux it ends with the thread
-    # that forked it.
-    end_with_parent()
-    _own[:] = [batches]
-
-
-def _batch(index: int) -> Any:
-    return _own[0][index]

@@ -1,7 +1,6 @@
 """Reads samples by their number: from arrays, or of what gives records; lists and reads images."""
 
 import math
-import numbers
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -39,8 +38,7 @@ class ArraySource:
     """Samples in memory.
 
     Args:
-        inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays. Of a sparse matrix
-            of SciPy the rows of a batch become dense.
+        inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays.
         targets: likewise, or None.
         sample_weight: likewise, or None.
 
@@ -52,7 +50,7 @@ class ArraySource:
     name = ""
 
     def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
-        self._inputs = as_arrays(inputs, keeps_sparse=True)
+        self._inputs = as_arrays(inputs)
         self._targets, self._sample_weight = as_arrays((targets, sample_weight))
         self.num_samples = num_samples((self._inputs, self._targets, self._sample_weight))
 
@@ -131,21 +129,13 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
     return paths, np.asarray(labels), classes
 
 
-def as_arrays(structure: Any, keeps_sparse: bool = False) -> Any:
-    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, the others by batches.
-
-    `keeps_sparse`: matrices of SciPy stay sparse, by rows; else they become arrays.
-    """
+def as_arrays(structure: Any) -> Any:
+    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, the others by batches."""
 
     def as_array(leaf: Any) -> Any:
         if leaf is None:
             return leaf
-        if keeps_sparse and hasattr(leaf, "tocsr"):
-            return leaf.tocsr()
-        try:
-            array = np.asarray(leaf.toarray() if hasattr(leaf, "tocsr") else leaf)
-        except ValueError as error:  # lists of different lengths
-            raise UserError(f"expected arrays. Received: {type(leaf).__name__}, which is none ({error})") from error
+        array = np.asarray(leaf)
         if not array.ndim and len(getattr(leaf, "shape", ())):  # NumPy has taken it for one object
             raise UserError(
                 f"expected arrays. Received: {type(leaf).__name__}, of which NumPy makes none; make it dense"
@@ -170,7 +160,7 @@ def _type_of_rows(dtype: np.dtype) -> np.dtype:
 
 
 def is_of_arrays(x: Any) -> bool:
-    """Returns whether this is an array, a sparse matrix, or a structure that may be of such."""
+    """Returns whether this is an array, a sparse matrix (which is refused), or a structure that may be of such."""
     return isinstance(x, (list, tuple, dict)) or hasattr(x, "__array__") or hasattr(x, "tocsr")
 
 
@@ -180,20 +170,17 @@ def num_samples(data: tuple[Any, Any, Any]) -> int:
     Raises:
         UserError: if they do not have equally many, or none.
     """
-    given = dict(zip(("x", "y", "sample_weight"), data, strict=True))
-    return common_length({name: _arrays(part, name) for name, part in given.items()})
-
-
-def common_length(leaves: dict[str, list[Any]]) -> int:
-    """Returns how many samples each of the arrays or lists under "x", "y" and "sample_weight" has.
-
-    Raises:
-        UserError: if they do not have equally many, or none.
-    """
-    counts = {
-        name: sorted({leaf.shape[0] if hasattr(leaf, "shape") else len(leaf) for leaf in found})
-        for name, found in leaves.items()
-    }
+    counts: dict[str, list[int]] = {}
+    for name, part in zip(("x", "y", "sample_weight"), data, strict=True):
+        arrays = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
+        for array in arrays:
+            if not array.ndim:
+                refuse_strings(array, name)  # a list of them, as DataLoaders make it
+                raise UserError(
+                    f"{name}: expected an array, or a structure of arrays. Received: {type(part).__name__} of plain "
+                    f"numbers; use numpy.array({name})"
+                )
+        counts[name] = sorted({len(array) for array in arrays})
     every = {count for found in counts.values() for count in found}
     if len(every) != 1 or 0 in every or not counts["x"]:
         received = ", ".join(f"{' and '.join(map(str, found))} in {name}" for name, found in counts.items() if found)
@@ -213,20 +200,6 @@ def refuse_strings(structure: Any, name: str) -> None:
         )
 
 
-def _arrays(structure: Any, name: str) -> list[np.ndarray]:
-    """Returns the arrays in a structure; raises `UserError` if there is one without samples, such as a plain number."""
-    arrays = [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]
-    for array in arrays:
-        if not array.ndim:  # of a list of strings, as DataLoaders make of them
-            refuse_strings(array, name)
-        if not array.ndim:
-            raise UserError(
-                f"{name}: expected an array, or a structure of arrays. Received: {type(structure).__name__} of "
-                f"plain numbers; use numpy.array({name})"
-            )
-    return arrays
-
-
 def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarray:
     """Returns the weight of each sample by its class, 1 for classes without one; targets are classes, or one-hot.
 
@@ -236,32 +209,21 @@ def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarr
     targets = as_arrays(targets)
     if not isinstance(targets, np.ndarray) or not targets.ndim:
         raise UserError(f"class_weight: expected an array as y, for the model's only output. Received: {type(targets)}")
-    largest = None  # unknown: a class may have no sample
-    if targets.ndim > 1:
-        largest = targets.shape[-1] - 1 or None
-        targets = np.squeeze(targets, axis=-1) if largest is None else np.argmax(targets, axis=-1)
+    num_classes = math.inf  # unknown: a class may have no sample
+    if targets.ndim > 1 and targets.shape[-1] == 1:
+        targets = np.squeeze(targets, axis=-1)
+    elif targets.ndim > 1:
+        num_classes, targets = targets.shape[-1], np.argmax(targets, axis=-1)
     classes = np.round(targets).astype("int32")
     for label in class_weight:
-        is_class = isinstance(label, numbers.Real) and float(label).is_integer() and float(label) >= 0
-        if not is_class or (largest is not None and label > largest):
-            limit = "on" if largest is None else f"to {largest}"
-            raise UserError(f"class_weight: expected classes of y, whole numbers from 0 {limit}. Received: {label!r}")
+        if not isinstance(label, (int, float, np.integer, np.floating)) or label % 1 or not 0 <= label < num_classes:
+            raise UserError(f"class_weight: expected classes of y, whole numbers from 0 on. Received: {label!r}")
     return np.array([class_weight.get(int(label), 1.0) for label in classes], dtype=keras.config.floatx())
 
 
 def take_rows(structure: Any, indices: Any) -> Any:
-    """Returns the rows of all arrays of a structure that NumPy's indices, or a slice, choose.
-
-    Those that indices choose of a sparse matrix are an array, those of a slice a sparse matrix.
-    """
-
-    def rows_of(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        rows: Any = leaf[indices]
-        return rows.toarray() if hasattr(rows, "toarray") and not isinstance(indices, slice) else rows
-
-    return keras.tree.map_structure(rows_of, structure)
+    """Returns the rows of all arrays of a structure that NumPy's indices, or a slice, choose."""
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[indices], structure)
 
 
 def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
@@ -270,9 +232,9 @@ def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tupl
     Raises:
         UserError: if nothing would be left on one side.
     """
-    source = ArraySource(x, y, sample_weight) if is_of_arrays(x) else None
-    if source is None:
+    if not is_of_arrays(x):
         raise UserError(f"validation_split: expected arrays. Received: {type(x).__name__}; give validation_data")
+    source = ArraySource(x, y, sample_weight)
     cut = int(source.num_samples * (1.0 - fraction)) if 0 < fraction < 1 else 0
     if cut in (0, source.num_samples):
         raise UserError(
@@ -336,15 +298,8 @@ class RecordSource:
         """Returns inputs, targets and sample weight of each of these records."""
         several = hasattr(self.records, "__getitems__")
         samples = self.records.__getitems__(indices) if several else [self.records[index] for index in indices]
-        found = zip(indices, samples, strict=True)
-        return [keras.utils.unpack_x_y_sample_weight(self._decoded(index, sample)) for index, sample in found]
-
-    def _decoded(self, index: int, record: Any) -> Any:
-        try:
-            return record if self._decode is None else self._decode(record)
-        except Exception as error:
-            error.add_note(f"in decode, of record {index}")
-            raise
+        samples = samples if self._decode is None else map(self._decode, samples)
+        return list(map(keras.utils.unpack_x_y_sample_weight, samples))
 
 
 def _stacked(samples: Sequence[Any]) -> Any:
@@ -357,10 +312,4 @@ def _stacked(samples: Sequence[Any]) -> Any:
         raise UserError(
             f"records: expected samples of one structure and shape. Received: {error}; let `decode` crop or pad them"
         ) from error
-    for leaf in keras.tree.flatten(stacked):
-        if leaf.dtype.kind in "OSUV":
-            raise UserError(
-                f"records: expected numbers. Received: {leaf.dtype} in a sample; give `decode`, a function that makes "
-                "(inputs, targets) of a record"
-            )
     return as_arrays(stacked)

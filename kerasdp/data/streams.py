@@ -1,15 +1,13 @@
 """Reads batches in turn, from objects that keep their order and their place to themselves, as a generator does."""
 
-import base64
 import collections
 import functools
 import hashlib
 import itertools
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,67 +22,26 @@ _NO_END, _GRAIN_NO_END = -1, sys.maxsize
 _MOST_DIGESTED = 512
 
 
-class Item(NamedTuple):
-    """A batch, and where its iterator stood after it.
-
-    Attributes:
-        data: as the object gave it.
-        state: of the iterator, in JSON; None if it does not tell.
-    """
-
-    data: Any
-    state: Any
-
-
 class Stream:
     """The batches of an iterator; they may be looked at ahead, and given back."""
 
-    def __init__(self, batches: Any, state: Any = None):
-        """Opens `batches`; with a state, as `Item` has it, after the batch of that state.
-
-        Raises:
-            UserError: if the object does not take that state.
-        """
-        self._batches = batches
-        try:
-            if state is not None and _keeps_state_itself(batches):
-                batches.load_state_dict(_from_json(state))
-            self._iterator = iter(batches)
-            if state is not None and not _keeps_state_itself(batches):
-                self._iterator.set_state(_from_json(state))
-        except Exception as error:
-            if state is None:
-                raise
-            line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UserError(
-                f"--resume: the {kind_of(batches)} cannot take the place that the checkpoint holds ({line:.300})"
-            ) from error
-        self._waiting: collections.deque[Item] = collections.deque()
+    def __init__(self, batches: Any):
+        self._iterator = iter(batches)
+        self._waiting: collections.deque[Any] = collections.deque()
 
     def peek(self) -> Any:
         """Returns the next batch without taking it; END if there is none."""
-        item = self._waiting[0] if self._waiting else self._next()
-        if item is not END and not self._waiting:
-            self._waiting.append(item)
-        return item if item is END else item.data
+        if not self._waiting:
+            self._waiting.append(next(self._iterator, END))
+        return self._waiting[0]
 
     def take(self) -> Any:
-        """Takes the next `Item`; END if there is none."""
-        return self._waiting.popleft() if self._waiting else self._next()
+        """Takes the next batch; END if there is none."""
+        return self._waiting.popleft() if self._waiting else next(self._iterator, END)
 
-    def give_back(self, items: list[Item]) -> None:
-        """Lets the items that were taken last come again."""
-        self._waiting.extendleft(reversed(items))
-
-    def _next(self) -> Any:
-        data = next(self._iterator, END)
-        return END if data is END else Item(data, self._state())
-
-    def _state(self) -> Any:
-        if _keeps_state_itself(self._batches):
-            return _as_json(self._batches.state_dict())
-        has_state = all(hasattr(self._iterator, name) for name in ("get_state", "set_state"))
-        return _as_json(self._iterator.get_state()) if has_state else None
+    def give_back(self, batches: list[Any]) -> None:
+        """Lets the batches that were taken last come again."""
+        self._waiting.extendleft(reversed(batches))
 
 
 def is_read_once(batches: Any) -> bool:
@@ -176,25 +133,6 @@ def digest_of(data: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _keeps_state_itself(batches: Any) -> bool:
-    """Returns whether the object has the state, not its iterator, as torchdata's StatefulDataLoader."""
-    return all(hasattr(batches, name) for name in ("state_dict", "load_state_dict"))
-
-
-def _as_json(state: Any) -> Any:
-    """Returns a state in JSON; None if JSON has no words for it."""
-    if isinstance(state, bytes):
-        return {"bytes": base64.b64encode(state).decode()}
-    try:
-        return json.loads(json.dumps({"object": state}))
-    except TypeError:
-        return None
-
-
-def _from_json(state: Any) -> Any:
-    return base64.b64decode(state["bytes"]) if "bytes" in state else state["object"]
-
-
 # So many batches may have been read, but not yet trained (`steps_per_execution`), when a checkpoint is written.
 _MOST_AHEAD = 256
 
@@ -242,8 +180,8 @@ class StreamReader(BatchReader):
         self._pass, self._is_fresh, self._num_taken, self._rows = -1, False, 0, 0
         self._is_over = False
         self._resumed_with: dict[str, Any] | None = None
-        self._read_last: list[tuple[int, Item]] = []
-        self._records: dict[int, dict[str, Any]] = {}
+        self._read_last: list[tuple[int, Any]] = []
+        self._digests: dict[int, str] = {}
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
         """See `Reader`."""
@@ -259,28 +197,24 @@ class StreamReader(BatchReader):
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """See `Reader`."""
-        place = self._place(epoch, batch)
         self._resumed_with = saved or {}
-        if saved and saved["state"] is not None and not self._is_read_once:
-            self._open(epoch if not self._continues else saved["pass"], saved["state"])
-            self._num_taken, self._rows = place, saved["rows"]
-        elif self._continues:
+        if self._continues:
             if not self._is_read_once and self._pass < 0:
                 self._open(0)
-            self._drop_before(place)
+            self._drop_before(self._place(epoch, batch))
         elif self._reads and epoch:
             skip_passes(self.batches, epoch - 1)  # the first one was opened for its first batch
             self._is_fresh = False
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """See `Reader`."""
-        return self._records.get(self._place(epoch, batch))
+        """See `Reader`. The digest of the last batch before, by which it is known again."""
+        digest = self._digests.get(self._place(epoch, batch))
+        return None if digest is None else {"digest": digest}
 
     def end_epoch(self, number: int) -> None:
         """See `Reader`. Of an object that can be read only once, what was read ahead will come again."""
-        items = [item for place, item in self._read_last if place >= number]
         if self._is_read_once and self._stream is not None:
-            self._stream.give_back(items)
+            self._stream.give_back([data for place, data in self._read_last if place >= number])
         self._read_last.clear()
 
     def _place(self, epoch: int, batch: int) -> int:
@@ -292,12 +226,12 @@ class StreamReader(BatchReader):
             self._open(0)
         return self._stream.peek() if self._stream else END
 
-    def _open(self, number: int, state: Any = None) -> None:
-        """Begins a pass over the data, in each process alike; with a state, after the batch of that state."""
+    def _open(self, number: int) -> None:
+        """Begins a pass over the data, in each process alike."""
         if self._seed is not None:
             seed_pass(self.batches if self._reads else (), self._seed, number)
         if self._reads:
-            self._stream = Stream(self.batches, state)
+            self._stream = Stream(self.batches)
         self._pass, self._is_fresh = number, True
         if not self._continues:
             self._num_taken = self._rows = 0
@@ -306,20 +240,20 @@ class StreamReader(BatchReader):
         if self._is_over:
             return None
         place, rows_before = self._place(epoch, number), self._rows
-        taken: list[Item] = []
 
         def read() -> Any:
-            item = self._take()
-            if item is END:
-                self._require_some(number, epoch)
-                return END
-            taken.append(item)
-            return item.data
+            data = self._take()
+            if data is END:
+                self._require_some(number)
+            else:
+                self._read_last = [*self._read_last[-3:], (number, data)]  # a feed reads three ahead
+            return data
 
         def cut(data: Any) -> list[Batch]:
             parts = self._parts(data, rows_before)
             self._rows += len(parts[0].indices)
-            self._keep(place, number, taken[0], data)
+            self._digests[place + 1] = digest_of(data)
+            self._digests.pop(place + 1 - _MOST_AHEAD, None)
             return parts
 
         batch = self._handed_out(read, cut, number + 1)
@@ -328,46 +262,33 @@ class StreamReader(BatchReader):
         return batch
 
     def _take(self) -> Any:
-        item = self._stream.take() if self._stream else END
+        data = self._stream.take() if self._stream else END
         # In training an epoch of more batches than there are continues with the next pass, as with arrays.
-        if item is END and self._steps and self._seed is not None and not self._is_read_once:
+        if data is END and self._steps and self._seed is not None and not self._is_read_once:
             self._open(self._pass + 1)
-            item = self._stream.take() if self._stream else END
-        return item
+            data = self._stream.take() if self._stream else END
+        return data
 
-    def _keep(self, place: int, number: int, item: Item, data: Any) -> None:
-        """Keeps what may be asked for: the batches read last, and what a checkpoint needs of them."""
-        self._read_last = [*self._read_last[-3:], (number, item)]  # a feed reads three ahead
-        digest = digest_of(data)
-        self._records[place + 1] = {"pass": self._pass, "rows": self._rows, "digest": digest, "state": item.state}
-        self._records.pop(place + 1 - _MOST_AHEAD, None)
-
-    def _require_some(self, number: int, epoch: int) -> None:
-        if number or not self._num_taken or not self._is_read_once:
-            return
-        left, steps = f" for epoch {epoch + 1}", "steps_per_epoch"
-        if self._seed is None:
-            left, steps = " to evaluate on", "validation_steps"
-        raise UserError(
-            f"x: the {kind_of(self.batches)} gave {self._num_taken} batches, and has none left{left}: it can "
-            f"be read only once; add {steps}, or give an object that can be iterated anew"
-        )
+    def _require_some(self, number: int) -> None:
+        """Raises `UserError` if what can be read only once has nothing left for a whole epoch."""
+        if self._is_read_once and self._num_taken and not number:
+            raise UserError(
+                f"x: the {kind_of(self.batches)} has none left after {self._num_taken} batches: it can be read only "
+                "once; add steps_per_epoch (or validation_steps), or give an object that can be iterated again"
+            )
 
     def _drop_before(self, place: int) -> None:
         """Reads the batches before a place again, which a run was trained on before it was resumed."""
         missing: int = place - self._num_taken
-        item: Any = None
+        data: Any = None
         for _ in range(missing if self._reads else 0):
-            if (item := self._take()) is END:
+            if (data := self._take()) is END:
                 break
-            self._rows += len(keras.tree.flatten(item.data)[0])
+            self._rows += len(keras.tree.flatten(data)[0])
         self._num_taken = max(self._num_taken, place)
-        if item is None or item is END or self._resumed_with is None:
+        if data is None or data is END or self._resumed_with is None:
             return
-        is_other = self._resumed_with.get("digest") not in (None, digest_of(self._unpacked(item.data)))
+        is_other = self._resumed_with.get("digest") not in (None, digest_of(self._unpacked(data)))
         end = "; the last is NOT the one of then: seed what shuffles, or the loss curve is another" if is_other else ""
-        kind = kind_of(self.batches)
-        self.warn(
-            f"--resume: no checkpoint holds the state of the {kind}: {missing} batches were read again and dropped{end}"
-        )
+        self.warn(f"--resume: {missing} batches of the {kind_of(self.batches)} were read again and dropped{end}")
         self._resumed_with = None

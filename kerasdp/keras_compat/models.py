@@ -259,14 +259,6 @@ def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
     return replaced(trainer, **{name: value for name, value in values.items() if is_torch and name in vars(trainer)})
 
 
-def calls_own_graph(model: keras.Model) -> bool:
-    """Returns whether a model's inputs go into its graph as they are: no subclass with a `call` of its own.
-
-    Keras 3.15: `keras.src.models.functional.Functional`, which has no public name.
-    """
-    return type(model).call in (Functional.call, keras.Sequential.call)
-
-
 def symbols_of(data: Any, num_rows: int) -> Any:
     """Returns `KerasTensor`s of a structure of arrays, with the rows of the global batch: a process may hold some."""
 
@@ -279,42 +271,52 @@ def symbols_of(data: Any, num_rows: int) -> Any:
     return keras.tree.map_structure(symbol, data)
 
 
-def output_symbols(model: keras.Model, inputs: Any) -> Any:
-    """Returns `KerasTensor`s of a model's outputs, which is built if it is not; None if it takes no symbols.
+def output_symbols(model: keras.Model, data: tuple[Any, Any, Any]) -> Any:
+    """Returns `KerasTensor`s of a model's outputs; None if its user-defined `call` takes no symbols.
+
+    Raises what Keras raises for data of other shapes than the model and its losses take.
 
     Keras 3.15: `keras.src.backend.compute_output_spec`, with which its own trainer builds a model. The public
-    `keras.Model.compute_output_spec` wants a model that is built.
+    `keras.Model.compute_output_spec` does not look at the losses.
 
     Args:
-        model: any.
-        inputs: `KerasTensor`s, with as many rows as a batch has.
+        model: built and compiled.
+        data: `KerasTensor`s of inputs, targets and sample weights, with as many rows as a batch has.
     """
-    symbols = None
-    if not calls_own_graph(model) or as_functional(model) is None:
-        try:
-            symbols = backend.compute_output_spec(model, inputs, training=False)
-        except Exception:  # a user-defined `call`: Keras says it better, or does without where it runs eagerly
+    inputs, targets, sample_weight = data
+    try:
+        outputs = backend.compute_output_spec(model, inputs, training=False)
+    except Exception:
+        if as_functional(model) is None:
             return None
-    functional = as_functional(model) if calls_own_graph(model) else None
-    return symbols if functional is None else outputs_structure(functional)
+        raise
+    if model._compile_loss is not None:
+        backend.compute_output_spec(model._compile_loss, targets, outputs, sample_weight)
+    return outputs
 
 
-def last_activation(symbol: Any) -> tuple[str, str | None]:
-    """Returns the name of the layer that makes an output, and of its activation.
+def targets_of_losses(model: keras.Model, targets: Any, outputs: Any) -> list[tuple[str, Any, Any, Any]]:
+    """Returns the losses of a compiled model: the name of the output if it has several, the loss, targets and output.
 
-    `"linear"` stands for a layer with weights and without activation, None for what is not known: the output of a
-    user-defined model, or of a layer that may do anything.
+    Empty where Keras pairs targets and outputs in a way of its own.
 
-    Keras 3.15: `KerasTensor._keras_history`; no public way.
+    Keras 3.15: `CompileLoss._flat_losses`, of which are used `path`, `loss` and `name`; no public way.
     """
-    history = getattr(symbol, "_keras_history", None)
-    operation = None if history is None else history.operation
-    name = getattr(getattr(operation, "activation", None), "__name__", None)
-    if isinstance(operation, keras.layers.Softmax):
-        name = "softmax"
-    if name == "linear" and not getattr(operation, "weights", None):
-        name = None
-    return getattr(operation, "name", ""), name
+    losses = getattr(model._compile_loss, "_flat_losses", None) or ()
+    if isinstance(outputs, (list, tuple)) and isinstance(targets, dict):
+        targets = [targets.get(name) for name in model.output_names]
+    found = []
+    for each in losses:
+        target, output = targets, outputs
+        try:
+            for key in each.path:
+                target, output = target[key], output[key]
+        except (KeyError, IndexError, TypeError):
+            return []
+        if keras.tree.is_nested(target) or keras.tree.is_nested(output):
+            return []
+        found.append((each.name if each.path else "", each.loss, target, output))
+    return found
 
 
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:

@@ -9,7 +9,7 @@ regularizers see the gathered outputs.
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -101,7 +101,7 @@ def _function_of(layer: Any) -> Callable[..., Any]:
     return getattr(layer, "function", getattr(type(layer), "call", None)) or len
 
 
-def other_frameworks_of(function: Callable[..., Any], frameworks: Mapping[str, str] = FRAMEWORKS) -> str | None:
+def other_frameworks_of(function: Callable[..., Any]) -> str | None:
     """Returns the names of frameworks, other than the backend, that a user-defined function refers to."""
     function = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType) or function.__module__.startswith(("keras.", "kerasdp.")):
@@ -117,7 +117,7 @@ def other_frameworks_of(function: Callable[..., Any], frameworks: Mapping[str, s
         held = [known.nonlocals.get(name, function.__globals__.get(name)) for name in code.co_names]
         imported |= {getattr(value, "__name__", "") for value in held if isinstance(value, types.ModuleType)}
         within += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    others = sorted(frameworks[name] for name in frameworks.keys() & imported - {keras.backend.backend()})
+    others = sorted(FRAMEWORKS[name] for name in FRAMEWORKS.keys() & imported - {keras.backend.backend()})
     return " and ".join(others) or None
 
 

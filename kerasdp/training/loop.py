@@ -158,7 +158,6 @@ class Loop:
             last, before = self.functions.predict(batch), last
             if number:  # copied while the device computes the next one
                 outputs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, before))
-                _require_alike(before, last, number)
             callbacks.on_predict_batch_end(number, {"outputs": last})
             if model.stop_predicting:
                 break
@@ -188,16 +187,6 @@ class Loop:
                 f"epoch {self.state.epoch + 1}: expected {feed.num_batches} batches (steps_per_epoch). The data ran "
                 f"out after {num_done}; give more, or repeat it"
             )
-
-
-def _require_alike(before: Any, outputs: Any, number: int) -> None:
-    """Raises `UserError` if the outputs of a batch cannot be joined to those before."""
-    shapes = [[tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(each)] for each in (before, outputs)]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            f"predict: expected batches whose outputs have one shape, to join them. Received: {shapes[1]} for each "
-            f"sample of batch {number + 1}, {shapes[0]} before; pad all inputs to one length"
-        )
 
 
 def _calls(batches: Iterator[DeviceBatch], num_done: int, per_call: int) -> Iterator[list[DeviceBatch]]:

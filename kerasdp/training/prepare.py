@@ -35,7 +35,7 @@ from kerasdp.step.global_batch import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.step.global_batch import is_loss_of_keras, reasons_to_gather, state_of_losses
 from kerasdp.step.replica import all_variables, require_known_weights
 from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
-from kerasdp.training.data_checks import check_data, refuse_nan_inputs
+from kerasdp.training.data_checks import check_data
 
 # What `compile` had made of a model when it was said what its losses and metrics cost.
 _said_of: ModelCache[tuple[Any, Any]] = ModelCache()
@@ -84,12 +84,13 @@ def prepare(
         UserError: if the model cannot be used in this run, or not with this data.
     """
     with_targets = step != "predict_step"  # whether the batch has what loss and metrics need
+    if with_targets and not model.compiled:
+        raise UserError(f"{model.name} is not compiled: call model.compile(...) first")
     with scope():
-        check_data(model, reader, batch, with_targets=with_targets)
         symbols = symbols_of((batch.inputs, batch.targets, batch.sample_weight), len(batch.indices))
         _build(model, symbols, config, strategy, with_targets)
         if with_targets:
-            refuse_nan_inputs(model, reader, batch)
+            check_data(model, reader, batch)
     if step == "train_step":
         _refuse_to_train(model, config)
     require_known_weights(model)

@@ -113,10 +113,6 @@ def _require_batches(x: Any) -> None:
     """Raises `UserError` for what gives no batches."""
     if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
         raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
-    if hasattr(x, "column_names") and hasattr(x, "select_columns"):  # Hugging Face's: Keras takes none of them, either
-        way = 'kerasdp.RecordSource(x.with_format("numpy"), lambda row: (row[COLUMN], row[COLUMN]))'
-        way = way if hasattr(x, "__len__") else 'torch.utils.data.DataLoader(x.with_format("torch"), ...)'
-        raise UserError(f"x: a {type(x).__name__} gives rows, not batches of inputs and targets; use {way}")
 
 
 def first_of(reader: Reader) -> Batch:
@@ -125,6 +121,7 @@ def first_of(reader: Reader) -> Batch:
         batch = reader.first()
     if keras.backend.backend() != "tensorflow":
         refuse_strings(batch.inputs, "inputs")
+        refuse_strings(batch.targets, "targets")
     return batch
 
 

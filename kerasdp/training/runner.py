@@ -10,12 +10,12 @@ import keras
 import numpy as np
 
 from kerasdp.config import Config
-from kerasdp.data.batch import Feed, Reader, SampleReader
+from kerasdp.data.batch import Feed, Reader
 from kerasdp.data.batch_reader import BatchReader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
-from kerasdp.keras_compat.layers import adapters_in_float64, frozen_weights
+from kerasdp.keras_compat.layers import adapters_in_float64
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.keras_compat.saving import arguments_in_configs, save_optimizers_by_public_names
@@ -28,19 +28,18 @@ from kerasdp.keras_compat.settings import (
 )
 from kerasdp.processes import signals, watchdog
 from kerasdp.processes.devices import Devices
-from kerasdp.reporting.report import Facts, say, warn
+from kerasdp.reporting.report import Facts, say
 from kerasdp.run_state import Evaluated, RunState, is_made_of_choices
 from kerasdp.same import initial_weights
 from kerasdp.same.layer_calls import hook_layers
-from kerasdp.sharding import bytes_of
 from kerasdp.step.check import check_first_step
 from kerasdp.step.contract import Strategy
 from kerasdp.step.row_search import row_axes_of
 from kerasdp.training.callbacks import RunCallbacks
+from kerasdp.training.custom_loop import CustomLoop, LoopBatch, SavedParts, Step
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
 from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
-from kerasdp.training.own_loop import LoopBatch, OwnLoop, SavedParts, Step
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, first_of, make_reader, open_feed
 
@@ -75,7 +74,7 @@ class Runner:
         self.model_steps = ModelSteps(config, strategy, self.state)
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
-        self.loop: OwnLoop | None = None
+        self.loop: CustomLoop | None = None
         self.transforms: list[Callable[[keras.Model], Any]] = []
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
@@ -88,11 +87,6 @@ class Runner:
     def num_replicas(self) -> int:
         """Replicas of the model, one a device."""
         return self.strategy.num_replicas
-
-    @property
-    def epoch_seconds(self) -> list[float]:
-        """Returns the seconds of the training part of each epoch of the last `fit`."""
-        return self.state.epoch_seconds
 
     @property
     def is_chief(self) -> bool:
@@ -167,9 +161,6 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         if self.model_steps.num_running:
             raise UserError("fit within fit: a callback cannot train; train the other model after this one")
-        is_number = hasattr(validation_freq, "__index__")
-        if not hasattr(validation_freq, "__iter__") and not (is_number and validation_freq >= 1):
-            raise UserError(f"validation_freq: expected a number from 1, or a list. Received: {validation_freq!r}")
         epochs = min(epochs, keras.config.max_epochs() or epochs)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
@@ -213,11 +204,6 @@ class Runner:
         verbose: str | int,
     ) -> RunCallbacks:
         """Sets state and strategy to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
-        if self.is_chief and num_rows < batch_size and isinstance(reader, SampleReader):
-            warn(
-                f"the global batch of {batch_size:,} samples is larger than the data, {num_rows:,} samples: each pass "
-                "over them is one update"
-            )
         self.state.begin_fit(
             batch_size=num_rows,
             num_batches=reader.num_batches,
@@ -243,10 +229,6 @@ class Runner:
             unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self.num_fits + 1),
         )
-        if self.config.checkpoint_weights != "all":
-            left, every = bytes_of(frozen_weights(model)), bytes_of(model.weights)
-            held = f"{(every - left) / 1e6:,.1f} of {every / 1e6:,.1f} MB of weights"
-            self._say(f"checkpoints hold {held}, and what the optimizer keeps")
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
 
@@ -354,11 +336,11 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         order = {"shuffle": shuffle, "steps": steps_per_epoch}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
-        loop = OwnLoop(reader, self.strategy, batch_size, epochs)
+        loop = CustomLoop(reader, self.strategy, batch_size, epochs)
         loop.generator = self._batches_of(loop)
         return loop.generator
 
-    def _batches_of(self, loop: OwnLoop) -> Generator[LoopBatch, None, None]:
+    def _batches_of(self, loop: CustomLoop) -> Generator[LoopBatch, None, None]:
         """Yields the batches of a loop; the first that is asked for begins it."""
         if self.loop is not None and self._saved_parts is not None:  # it was left by an error, say
             self.loop.generator.close()
@@ -370,7 +352,7 @@ class Runner:
             feed = stack.enter_context(open_feed(self.strategy, loop.reader, loop.state))
             yield from loop.batches(feed)
 
-    def _begin_loop(self, loop: OwnLoop, stack: contextlib.ExitStack) -> None:
+    def _begin_loop(self, loop: CustomLoop, stack: contextlib.ExitStack) -> None:
         """Begins the loop that is recorded, and saved if `checkpoint` was told what; `stack` ends it."""
         saved, self._saved_parts = self._saved_parts, None
         callbacks = None

@@ -60,21 +60,11 @@ def test_a_run_that_resumes_reads_nothing_of_what_is_behind():
     assert len(records.read) == 22 - 2 * 7
 
 
-def test_a_failing_decode_names_the_record():
-    def decode(record):
-        raise ValueError("no image")
-
-    with pytest.raises(ValueError, match="no image") as caught:
-        kerasdp.RecordSource(Rows(), decode).inputs(np.array([4]))
-    assert caught.value.__notes__ == ["in decode, of record 4"]
-
-
 @pytest.mark.parametrize(
     "records, message",
     [
         (iter([]), "a list_iterator without __len__ and __getitem__"),
         ([], "a list without any"),
-        ([b"one", b"two"], "Received: |S3 in a sample; give `decode`"),
         ([(np.zeros(2), 0), (np.zeros(3), 1)], "all input arrays must have the same shape; let `decode` crop"),
     ],
 )

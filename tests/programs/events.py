@@ -189,7 +189,6 @@ def refused(runner):
 
     with runner.scope():
         model, other = make(), make()
-        lengths = keras.Sequential([keras.Input((None,)), keras.layers.Rescaling(2.0)])
 
     def message(function, *args, **options):
         try:
@@ -204,19 +203,10 @@ def refused(runner):
     def trains(epoch, logs):
         runner.fit(other, X, Y)
 
-    class OtherLengths(keras.utils.PyDataset):
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, index):
-            return np.zeros((2, 3 + index), "float32")
-
     made = keras.callbacks.LambdaCallback
     return {
         "compiles": message(runner.fit, X, Y, epochs=3, callbacks=[made(on_epoch_begin=compiles)]),
         "trains": message(runner.fit, X, Y, callbacks=[made(on_epoch_end=trains)]),
-        "lengths": message(lambda _: runner.predict(lengths, OtherLengths())),
-        "frequency": message(runner.fit, X, Y, validation_data=(X, Y), validation_freq=0),
     }
 
 

@@ -122,10 +122,6 @@ def py_dataset_with_threads():
     return py_dataset(workers=3, max_queue_size=5)
 
 
-def py_dataset_with_processes():
-    return py_dataset(workers=2, use_multiprocessing=True)
-
-
 def hugging_face():
     import datasets
 
@@ -138,7 +134,7 @@ def hugging_face():
 KINDS = (
     tf_data, tf_data_without_end, data_loader, data_loader_with_workers,
     data_loader_with_generator, generator, batches_of_different_sizes, grain_map_dataset, grain_iter_dataset,
-    py_dataset, py_dataset_with_threads, py_dataset_with_processes, hugging_face,
+    py_dataset, py_dataset_with_threads, hugging_face,
 )  # fmt: skip
 
 

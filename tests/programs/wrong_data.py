@@ -5,7 +5,6 @@ python wrong_data.py BACKEND NUM_DEVICES [CASE...]
 
 import functools
 import sys
-import warnings
 
 import keras
 import numpy as np
@@ -111,8 +110,6 @@ CASES = {
     "NaN in later inputs": (SPARSE, {}, changed(X, 21, NAN), Y, {"shuffle": False}),
     "infinite inputs": ("mse", {"activation": None}, changed(X, 12, INF), ONE_HOT, {"shuffle": False}),
     "NaN in targets": ("mse", {}, X, changed(ONE_HOT, 21, NAN), {}),
-    "probabilities as logits": (keras.losses.SparseCategoricalCrossentropy(from_logits=True), {}, X, Y, {}),
-    "logits as probabilities": (SPARSE, {"activation": None}, X, Y, {}),
     "not compiled": (None, {}, X, Y, {}),
     "weights of another shape": (SPARSE, {}, X, Y, {"sample_weight": np.ones((24, 3))}),
     "weights of another length": (SPARSE, {}, X, Y, {"sample_weight": np.ones(23)}),
@@ -139,16 +136,15 @@ def train(runner, names):
 def answer(runner, loss, options, x, y, arguments):
     counter = Counter()
     arguments = {"batch_size": 8} | arguments
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        try:
-            model = model_for(runner, loss, **options)
-            runner.fit(model, x() if callable(x) else x, y, callbacks=[counter], verbose=0, **arguments)
-            outcome = "trains"
-        except RunError as error:
-            outcome = f"{type(error).__name__}: {error}"
-    texts = sorted({str(each.message) for each in warned if "expects prob" in str(each.message)})
-    return [outcome, counter.steps, *texts]
+    try:
+        model = model_for(runner, loss, **options)
+        runner.fit(model, x() if callable(x) else x, y, callbacks=[counter], verbose=0, **arguments)
+        outcome = "trains"
+    except RunError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        outcome = f"of Keras, or of the backend: {error!r}"
+    return [outcome, counter.steps]
 
 
 class Counter(keras.callbacks.Callback):

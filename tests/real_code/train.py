@@ -81,7 +81,7 @@ def fit(runner: Any, case: Case, optimizer: str, initial_file: pathlib.Path | No
         arguments["callbacks"] = [*arguments.get("callbacks", []), record]
         if isinstance(ready.x, (np.ndarray, list, dict)):
             arguments["batch_size"] = BATCH
-        # Not the model's own where there is a run: KerasHub's tasks preprocess in it, which the run does for all data.
+        # Not the model's own where there is a run: KerasHub's tasks would preprocess in it.
         train = functools.partial(runner.fit, ready.model) if runner else ready.model.fit
         train(ready.x, ready.y, **arguments)
     initial, final = record.initial, values_of(ready.model)

@@ -25,6 +25,7 @@ REFUSED = {
     "train_on_batch": "expected runner.fit or runner.evaluate. Received: model.train_on_batch",
     "own_loop": "Model has a fit of its own, which does not call super().fit",
     "method_of_task": "expected runner.fit(model, ...). Received: model.fit of a Task",
+    "raw_texts": "Task preprocesses its data: do that before",
     "several_optimizers": "expected one optimizer. Received: MultiOptimizer",
     "made_before_launch": "was made before kerasdp.launch: make (or load) the model, the optimizer and the metrics in",
     "optimizer_made_before_launch": "/iteration of sequential",

@@ -16,7 +16,7 @@ from iterators import EPOCHS, KINDS, expected_losses
 PAIRS = [(("torch", 2), ("jax", 2)), (("tensorflow", 2), ("torch", 1)), (("jax", 1), ("torch", 2)),
          (("torch", 2), ("tensorflow", 1))]  # fmt: skip
 # The run itself says in which order it reads these.
-IN_ORDER_OF_THE_RUN = ("py_dataset", "py_dataset_with_threads", "py_dataset_with_processes", "hugging_face")
+IN_ORDER_OF_THE_RUN = ("py_dataset", "py_dataset_with_threads", "hugging_face")
 
 
 def train(way, folder, *names, **settings):
@@ -117,4 +117,4 @@ def test_one_device_or_two(backend, tmp_path):
     for name in names:
         if name not in IN_ORDER_OF_THE_RUN:
             assert_same(expected(name), one[name], 1e-9)
-    np.testing.assert_allclose(one["py_dataset"], one["py_dataset_with_processes"], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(one["py_dataset"], one["py_dataset_with_threads"], rtol=0, atol=1e-9)

@@ -41,8 +41,6 @@ def test_what_cannot_be_is_one_line():
     said = result_of(run(PROGRAMS / "events.py", BACKENDS[0], "refused", backend=BACKENDS[0]))
     assert said["compiles"].endswith("was compiled again while it trains: do it between two calls of fit")
     assert said["trains"].startswith("fit within fit: a callback cannot train")
-    assert "Received: [(4,)] for each sample of batch 2, [(3,)] before" in said["lengths"]
-    assert said["frequency"] == "validation_freq: expected a number from 1, or a list. Received: 0"
 
 
 @pytest.mark.proof

@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.keras_compat.models import last_activation
 from kerasdp.keras_compat.optimizers import slots_by_weight, updates_single_numbers
 from kerasdp.keras_compat.random import is_in_layer_call
 from kerasdp.keras_compat.settings import kept_by_clear_session
@@ -48,24 +47,6 @@ def test_which_optimizers_update_single_numbers():
     made += [Own(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
     found = {type(each).__name__ for each in made if not updates_single_numbers(each)}
     assert found == {"Adafactor", "Lamb", "Muon", "Own"}
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ([keras.layers.Dense(4, "sigmoid", name="a")], ("a", "sigmoid")),
-        ([keras.layers.Dense(4, name="a"), keras.layers.Softmax(name="b")], ("b", "softmax")),
-        ([keras.layers.Dense(4, name="a"), keras.layers.Activation("softmax", name="b")], ("b", "softmax")),
-        ([keras.layers.Dense(4, name="a")], ("a", "linear")),
-        ([keras.layers.Dropout(0.5, name="a")], ("a", None)),
-    ],
-)
-def test_the_activation_behind_an_output(layers, expected):
-    symbol = keras.Input((3,))
-    for layer in layers:
-        symbol = layer(symbol)
-    assert last_activation(symbol) == expected
-    assert last_activation(keras.KerasTensor((2, 3))) == ("", None)
 
 
 def test_calls_of_layers_are_seen():

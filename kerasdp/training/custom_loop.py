@@ -6,24 +6,21 @@ and is checked, as user-defined steps of `fit` are (`kerasdp.step.custom_steps`)
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from kerasdp.config import Config
 from kerasdp.data.batch import Feed, Reader, batch_of
 from kerasdp.data.sampling import Split
-from kerasdp.data.sources import num_samples
-from kerasdp.errors import RunError, UserError
+from kerasdp.data.sources import num_samples, take_rows
+from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import as_keras_gives
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.processes import watchdog
 from kerasdp.processes.ranks import meet
 from kerasdp.run_state import Detail, RunState
-from kerasdp.same.layer_calls import FRAMEWORKS, other_frameworks_of
 from kerasdp.same.portable import portable
 from kerasdp.same.random import STEP
 from kerasdp.same.replica_context import all_rows
@@ -33,9 +30,9 @@ from kerasdp.step.custom_steps import StepParts, find_parts
 from kerasdp.step.replica import variables_of_own_step
 from kerasdp.step.row_search import NUM_ROWS, explaining_trial
 from kerasdp.training.callbacks import RunCallbacks
-from kerasdp.training.loop import ModelSteps, require_equal_replicas
+from kerasdp.training.loop import require_equal_replicas
 from kerasdp.training.model_calls import described
-from kerasdp.training.prepare import MadeBefore, find_rows
+from kerasdp.training.prepare import find_rows
 from kerasdp.training.readers import first_of
 
 # How what a step returns is joined over the devices.
@@ -70,22 +67,7 @@ class GivenRows:
 
     def sample(self, num_rows: int) -> Any:
         """Returns so many rows; a batch of fewer is repeated."""
-        rows = np.resize(np.arange(num_samples(self.data)), num_rows)
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf)[rows], self.data)
-
-
-class CalledRunner(Protocol):
-    """What is used of a `kerasdp.Runner`."""
-
-    config: Config
-    strategy: Strategy
-    state: RunState
-    model_steps: ModelSteps
-    made_before: MadeBefore
-    loop: "OwnLoop | None"
-    transforms: list[Callable[[keras.Model], Any]]
-
-    def _scope(self) -> contextlib.AbstractContextManager[None]: ...
+        return take_rows(self.data, np.resize(np.arange(num_samples(self.data)), num_rows))
 
 
 # Samples that are read of each data set, for trials: as many as the check of the first step takes on 16 devices.
@@ -187,7 +169,7 @@ def _as_ordered(structure: Any, values: Any) -> Any:
 class Step:
     """A user-defined function that runs on all devices, one compiled program a step: what `Runner.step` returns."""
 
-    def __init__(self, runner: CalledRunner, function: Callable[..., Any], returns: Any):
+    def __init__(self, runner: Any, function: Callable[..., Any], returns: Any):
         """See `Runner.step`."""
         for reduction in keras.tree.flatten(returns):
             if reduction not in REDUCTIONS:
@@ -219,20 +201,10 @@ class Step:
         # Where it is not known how many steps there will be, torch compiles them only if it is told to.
         is_full = is_given and (runner.loop is not None or runner.config.compile != "auto")
         rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
-        with runner.model_steps.running(self._model) as functions, self._explaining(), rows:
+        with runner.model_steps.running(self._model) as functions, rows:
             leaves = functions.train(batch.data, Detail.NOTHING).logs["result"]
         structure = self._model.structure
         return _as_ordered(structure, keras.tree.pack_sequence_as(structure, leaves))
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Raises `UserError` for what the function does that cannot be compiled."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, RunError) or (words := _explained(error, self._function)) is None:
-                raise
-            raise UserError(f"the step {self.__name__} {words}") from error
 
     def _made(self, reader: Any) -> StepModel:
         """Finds what the function uses, builds its optimizers, and prepares a model for the devices.
@@ -255,7 +227,7 @@ class Step:
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._scope():
             traced = functools.partial(strategy.each_replica, is_traced=True)
-            with explaining_trial(f"the step {self.__name__}", NUM_ROWS, is_split=False), self._explaining():
+            with explaining_trial(f"the step {self.__name__}", NUM_ROWS, is_split=False):
                 parts = find_parts(lambda data: _call(self._function, data), sample, traced, STEP)
             for optimizer, weights in parts.optimizers:
                 if not optimizer.built:
@@ -273,33 +245,6 @@ class Step:
             for variable, value in kept:
                 variable.assign(value)
         return model
-
-
-# Kinds and texts of errors of frameworks, and what a step has done then.
-_READS = (
-    "reads numbers while it runs ({line}): it is compiled, so use keras.ops instead of NumPy, keras.ops.where or "
-    "keras.ops.cond instead of a condition of Python, and return what is to be read"
-)
-_KEEPS = "keeps a tensor of value_and_grad's function outside of it ({line}): return it, with has_aux=True"
-_MAKES = "makes a variable: make variables, layers and metrics, and build them, before the step"
-_ERRORS = (
-    (r"variable while in a stateless scope|only supports singleton tf.Variables", _MAKES),
-    (r"UnexpectedTracerError", _KEEPS),
-    (r"ConcretizationTypeError|Tracer\w+ConversionError|NonConcreteBoolean|OperatorNotAllowedInGraph", _READS),
-    (r"DataDependentOutput|Can't call numpy\(\)|to a numpy array|numpy\(\) is not supported", _READS),
-)
-
-
-def _explained(error: Exception, function: Callable[..., Any]) -> str | None:
-    """Returns what a step does that cannot be compiled; None for an error of another kind."""
-    line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
-    for pattern, words in _ERRORS:
-        if re.search(pattern, line):
-            return words.format(line=line)
-    others = other_frameworks_of(function, {"numpy": "NumPy", **FRAMEWORKS})
-    if others is None:
-        return None
-    return f"failed ({line}). It refers to {others} in a run of {keras.backend.backend()}; use keras.ops"
 
 
 def _given(batch: Any, strategy: Strategy) -> LoopBatch:
@@ -370,7 +315,7 @@ def _by_name(parts: Any) -> dict[str, Any]:
     return {str(place): part for place, part in enumerate(parts if isinstance(parts, (list, tuple)) else [parts])}
 
 
-class OwnLoop:
+class CustomLoop:
     """The batches of a loop of one's own, and what the loop tells of each: as `Loop.fit` without the steps.
 
     Attributes:
