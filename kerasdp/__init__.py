@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kerasdp.same.replica_context import all_rows as all_rows
     from kerasdp.scale import pipeline as pipeline
     from kerasdp.step.global_batch import per_sample as per_sample
-    from kerasdp.step.gradients import portable_step as portable_step
     from kerasdp.step.gradients import value_and_grad as value_and_grad
     from kerasdp.training.optimizers import make_optimizer as make_optimizer
     from kerasdp.training.runner import Runner as Runner
@@ -62,7 +61,6 @@ _MODULES = {
     "per_sample": "kerasdp.step.global_batch",
     "pipeline": "kerasdp.scale.pipeline",
     "portable": "kerasdp.same.portable",
-    "portable_step": "kerasdp.step.gradients",
     "value_and_grad": "kerasdp.step.gradients",
 }
 
