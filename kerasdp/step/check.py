@@ -21,7 +21,6 @@ from kerasdp.keras_compat.models import compute_loss, has_call, losses_of_whole_
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
-from kerasdp.same.layer_calls import hook_layers
 from kerasdp.same.layers import BatchNormalization
 from kerasdp.same.portable import batch_norms
 from kerasdp.same.random import generators_of
@@ -150,7 +149,6 @@ def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader)
         if not culprits and pickle.dumps([get() for get, _ in generators]) != before:
             culprits.append(layer.name)
 
-    hook_layers()
     inputs = reader.sample(NUM_ROWS)[0]
     with contextlib.suppress(Exception), step_with(record=record), keras.StatelessScope():
         # What fails on a few samples may not on a batch.

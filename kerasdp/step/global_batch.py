@@ -219,11 +219,11 @@ class Sums(NamedTuple):
 
     Attributes:
         shared: by name, what is to be summed over the replicas.
-        known: likewise, what all replicas have the sum of.
+        complete: likewise, what all replicas have the sum of.
     """
 
     shared: dict[str, Tensor]
-    known: dict[str, Tensor]
+    complete: dict[str, Tensor]
 
 
 def added(before: Sums | None, sums: Sums) -> Sums:
@@ -234,7 +234,7 @@ def added(before: Sums | None, sums: Sums) -> Sums:
     def both(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         return one | {name: one[name] + value if name in one else value for name, value in other.items()}
 
-    return Sums(both(before.shared, sums.shared), both(before.known, sums.known))
+    return Sums(both(before.shared, sums.shared), both(before.complete, sums.complete))
 
 
 class GlobalBatch:
@@ -320,7 +320,7 @@ class GlobalBatch:
 
     def take(self, sums: dict[str, Tensor]) -> Tensor:
         """Takes the sums of `sums.shared` over the replicas; returns the loss of the global batch."""
-        self._taken = added(Sums(sums, {}), Sums(self.sums.known, {})).shared
+        self._taken = added(Sums(sums, {}), Sums(self.sums.complete, {})).shared
         return self._taken["loss"]
 
     def move_statistics(self) -> None:
@@ -366,7 +366,7 @@ class GlobalBatch:
             else:
                 inputs = self._inputs_for("compute_loss")
                 loss = compute_loss(self.model, inputs, targets, whole.outputs, weights, training=self.training)
-        self.sums.known["loss"] = ops.stop_gradient(loss)
+        self.sums.complete["loss"] = ops.stop_gradient(loss)
         return loss
 
     def _with_added(self, loss: Tensor | None) -> Tensor:
@@ -446,7 +446,7 @@ class GlobalBatch:
     def _note_changes(
         self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope, are_shared: bool
     ) -> None:
-        sums = self.sums.shared if are_shared else self.sums.known
+        sums = self.sums.shared if are_shared else self.sums.complete
         for place, variable in enumerate(variables):
             sums[f"{name}/{place}"] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
 

@@ -21,7 +21,7 @@ from kerasdp.keras_compat.layers import all_layers, current_value, seed_variable
 from kerasdp.processes import error_text
 from kerasdp.processes.error_text import explained
 from kerasdp.run_state import ModelCache
-from kerasdp.same.layer_calls import hook_layers, row_orders_in
+from kerasdp.same.layer_calls import row_orders_in
 from kerasdp.same.random import portable_draws
 from kerasdp.same.replica_context import ReplicaContext, RowLayout, RowOrder, use
 
@@ -185,10 +185,10 @@ def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bo
         return False
     if expected.dtype.kind not in "fc":
         return tolerance == math.inf or bool((expected == received).all())
+    largest = float(np.abs(expected).max(initial=0.0, where=np.isfinite(expected)))
+    expected, received = expected.reshape(-1), received.reshape(-1)
     # In parts: in float64, the outputs of a large vocabulary would need more memory than a step of training.
     parts = [slice(first, first + _PART) for first in range(0, expected.size, _PART)]
-    expected, received = expected.reshape(-1), received.reshape(-1)
-    largest = max((_largest(expected[part]) for part in parts), default=0.0)
     return all(
         np.isclose(
             received[part].astype("float64"), expected[part].astype("float64"), rtol=0.0, atol=tolerance * largest,
@@ -196,11 +196,6 @@ def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bo
         ).all()
         for part in parts
     )  # fmt: skip
-
-
-def _largest(numbers: np.ndarray) -> float:
-    numbers = numbers.astype("float64")
-    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0))
 
 
 def find_row_layout(model: keras.Model, inputs: Any) -> None:
@@ -245,7 +240,6 @@ def search_rows(
 def trial(model: keras.Model, layout: RowLayout, rows: slice, is_micro_batch: bool = False) -> Iterator[ReplicaContext]:
     """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged."""
     context = trial_context(layout, rows, is_micro_batch=is_micro_batch)
-    hook_layers()
     # No draws but those that layers make portable.
     with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)):
         yield context
