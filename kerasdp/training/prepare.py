@@ -1,7 +1,6 @@
 """Prepares a model for the devices before its first step."""
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ import keras
 from kerasdp.checkpoint.names import names_in
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch, Reader
-from kerasdp.errors import UserError, addressed
+from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, living_variables
 from kerasdp.keras_compat.models import (
     as_keras_gives,
@@ -27,7 +26,7 @@ from kerasdp.keras_compat.models import (
 )
 from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
-from kerasdp.same.portable import batch_norms, portable
+from kerasdp.same.portable import portable
 from kerasdp.sharding import bytes_of_number
 from kerasdp.step.contract import Strategy
 from kerasdp.step.custom_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
@@ -93,10 +92,6 @@ def prepare(
     require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device
         portable(model, config.batch_norm)
-    if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
-        # Shown at the user's call of `fit`, `evaluate` or `predict`.
-        text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
-        warnings.warn(addressed(text), stacklevel=4)
     find_rows(model, reader, config, strategy, step)
     if with_targets:
         _refuse_state_of_losses(model, reader, symbols[0], config, strategy)
