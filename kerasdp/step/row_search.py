@@ -214,8 +214,8 @@ def find_row_layout(model: keras.Model, inputs: Any) -> None:
             context.whole_outputs(outputs)
 
     search_rows(model, "call", call)
-    symbols = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
-    row_layout_of(model).outputs = symbols
+    layout = row_layout_of(model)
+    layout.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
 
 
 def search_rows(
