@@ -231,12 +231,8 @@ class ReplicaContext:
 
     def of_tensor(self, order: RowOrder | None, num_rows: int) -> "ReplicaContext":
         """Returns the context for a tensor with so many entries on axis 0, each row's together and in order."""
-        if order is not None and num_rows == self.rows:
-            return self
-        if self.rows is None or order is None or self.num_rows == self.rows:
-            real = num_rows
-        else:
-            real = self.num_rows * (num_rows // self.rows)
+        is_padded = order is not None and self.num_rows != self.rows
+        real = self.num_rows * (num_rows // cast(int, self.rows)) if is_padded else num_rows
         return dataclasses.replace(self, num_rows=real, rows=num_rows)
 
     def of_real_rows(self) -> "ReplicaContext":

@@ -90,28 +90,6 @@ def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
     return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
 
 
-def is_sum_over_rows(model: keras.Model) -> bool:
-    """Returns whether the loss of a batch is a sum over its rows, but for what it is divided by.
-
-    `model`: compiled, and its losses built.
-    """
-    return type(model).compute_loss is keras.Model.compute_loss and not _coupling_losses(model)
-
-
-def _coupling_losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """Returns the losses of a model that need the whole batch."""
-    return [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
-
-
-def require_values(loss: keras.losses.Loss, values: Any, num_rows: int) -> None:
-    """Raises `UserError` if a loss that was said to be `per_sample` gives no value for each row."""
-    if not len(values.shape) or values.shape[0] != num_rows:
-        raise UserError(
-            f"the loss {loss.name}: expected a value for each of the {num_rows} samples, since it is declared "
-            f"per_sample. Received: shape {tuple(values.shape)}"
-        )
-
-
 def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, instead: str) -> list[float]:
     """Returns the weight of each micro-batch's loss in the loss of the global batch.
 
@@ -179,23 +157,24 @@ def adds_up(metric: keras.metrics.Metric) -> bool:
     return is_of_keras(type(metric)) and is_known and options.get("axis", -1) == -1
 
 
-def are_sums_over_rows(model: keras.Model) -> bool:
-    """Returns whether the metrics of a compiled model, once they are built, add up over the rows of a batch."""
-    return type(model).compute_metrics is keras.Model.compute_metrics and not coupling_metrics(model)
+def reasons_to_gather_for_loss(model: keras.Model) -> list[str]:
+    """Returns what makes the loss of a compiled model need the outputs of the whole batch; nothing, it may be."""
+    if _overrides(model, "compute_loss"):
+        return [f"compute_loss of {type(model).__name__}"]
+    coupling = [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
+    return [f"the loss {loss.name} (not known to count each sample by itself)" for loss in coupling]
 
 
-def coupling_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Returns the metrics of a compiled model that are not known to add up."""
-    return [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
+def reasons_to_gather_for_metrics(model: keras.Model) -> list[str]:
+    """Returns what makes the metrics of a compiled model need the outputs of the whole batch; nothing, it may be."""
+    own = [f"compute_metrics of {type(model).__name__}"] if _overrides(model, "compute_metrics") else []
+    coupling = [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
+    return own + [f"the metric {metric.name} (not known to add up)" for metric in coupling]
 
 
-def reasons_to_gather(model: keras.Model) -> list[str]:
-    """Returns what of a compiled model needs the outputs of the whole batch, with the reason; nothing, it may be."""
-    reasons = [f"the loss {loss.name} (not known to count each sample by itself)" for loss in _coupling_losses(model)]
-    for name in ("compute_loss", "compute_metrics"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            reasons = [*(reasons if name == "compute_metrics" else ()), f"{name} of {type(model).__name__}"]
-    return reasons + [f"the metric {metric.name} (not known to add up)" for metric in coupling_metrics(model)]
+def _overrides(model: keras.Model, method: str) -> bool:
+    """Returns whether a model's class has a method of its own."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 class Data(NamedTuple):
@@ -277,8 +256,8 @@ class GlobalBatch:
         if self._is_part:
             refuse_masks(model, padded.outputs)
         self._has_own_rows = self._is_by_rows()
-        self.is_of_own_rows = self._has_own_rows and is_sum_over_rows(model)
-        self._add_up_metrics = self._is_part or (self._has_own_rows and are_sums_over_rows(model))
+        self.is_of_own_rows = self._has_own_rows and not reasons_to_gather_for_loss(model)
+        self._add_up_metrics = self._is_part or (self._has_own_rows and not reasons_to_gather_for_metrics(model))
         self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
         if context is not None and context.moving:
             self.sums.shared["moving"] = pack_moving(context.moving)
@@ -386,8 +365,9 @@ class GlobalBatch:
     def _inputs_for(self, method: str) -> Any:
         """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
         inputs = self._padded.inputs
-        is_custom = getattr(type(self.model), method) is not getattr(keras.Model, method)
-        return _each(self.context.gather_rows, inputs) if is_custom and self.context is not None else inputs
+        if self.context is None or not _overrides(self.model, method):
+            return inputs
+        return _each(self.context.gather_rows, inputs)
 
     def _loss_of_own_rows(self) -> Tensor:
         rows, context = self._unpadded, cast(ReplicaContext, self.context)
@@ -415,7 +395,11 @@ class GlobalBatch:
         masks, dtype = [mask_of(outputs)], loss.dtype
         targets, outputs = _each(lambda leaf: ops.convert_to_tensor(leaf, dtype=dtype), (targets, outputs))
         values = loss.call(targets, outputs)
-        require_values(loss, values, context.num_rows)
+        if not len(values.shape) or values.shape[0] != context.num_rows:
+            raise UserError(
+                f"the loss {loss.name}: expected a value for each of the {context.num_rows} samples, since it is "
+                f"declared per_sample. Received: shape {tuple(values.shape)}"
+            )
         masks = [mask for mask in (*masks, mask_of(values)) if mask is not None]
         values = ops.convert_to_tensor(values, dtype=dtype)
         weights = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)

@@ -30,7 +30,12 @@ from kerasdp.same.portable import portable
 from kerasdp.sharding import bytes_of_number
 from kerasdp.step.contract import Strategy
 from kerasdp.step.custom_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
-from kerasdp.step.global_batch import coupling_metrics, is_loss_of_keras, reasons_to_gather, state_of_losses
+from kerasdp.step.global_batch import (
+    is_loss_of_keras,
+    reasons_to_gather_for_loss,
+    reasons_to_gather_for_metrics,
+    state_of_losses,
+)
 from kerasdp.step.replica import all_variables, require_known_weights
 from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_layout, is_known, row_layout_of
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
@@ -111,17 +116,16 @@ def _refuse_to_train(model: keras.Model, config: Config) -> None:
         )
     if config.accumulate > 1:
         refuse_next_values(model, "--accumulate", "leave it out")
-        for name in ("train_step", "compute_loss", "compute_metrics"):
+        for name in ("train_step", "compute_loss"):
             if getattr(type(model), name) is not getattr(keras.Model, name):
                 raise UserError(
                     f"--accumulate: the {name} of {type(model).__name__} is user-defined, and so may need the whole "
                     "batch at once; leave it out"
                 )
-        for metric in coupling_metrics(model):
+        for reason in reasons_to_gather_for_metrics(model):
             raise UserError(
-                f"--accumulate: the metric {metric.name} of {model.name} is not known to add up over the samples, and "
-                "so may need the whole batch at once; leave it out, or, where its variables are sums over the samples, "
-                "declare it with kerasdp.per_sample"
+                f"--accumulate: {reason} may need the whole batch at once; leave it out, or, where the variables of a "
+                "metric are sums over the samples, declare it with kerasdp.per_sample"
             )
 
 
@@ -172,7 +176,7 @@ def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) 
     if symbols is None or _said_of.get(model) == compiled or not strategy.splits_batches:
         return
     _said_of.put(model, compiled)
-    reasons = reasons_to_gather(model)
+    reasons = reasons_to_gather_for_loss(model) + reasons_to_gather_for_metrics(model)
     if reasons and strategy.processes.rank == 0:
         num_bytes = len(batch.indices) * bytes_of_row(symbols)
         report.warn(
