@@ -9,7 +9,7 @@ from kerasdp.config import Config
 from kerasdp.keras_compat.models import compiled_variables
 from kerasdp.same.portable import batch_norms
 from kerasdp.sharding import bytes_of
-from kerasdp.step.global_batch import reasons_to_gather
+from kerasdp.step.global_batch import reasons_to_gather_for_loss, reasons_to_gather_for_metrics
 from kerasdp.training.prepare import bytes_of_row
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepB
         metrics = size * (1 + _numbers_in(each for each in metric_variables(model) if each.name != "count"))
     else:
         metrics = size * (1 + _numbers_in(metric_variables(model)))
-        if reasons_to_gather(model):
+        if reasons_to_gather_for_loss(model) or reasons_to_gather_for_metrics(model):
             # 0 where the model does not tell.
             outputs_of_row = bytes_of_row(getattr(model, "outputs", None) or [])
             metrics, outputs = 0, outputs_of_row * config.replica_batch_size(num_replicas)

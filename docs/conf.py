@@ -67,7 +67,7 @@ API = {
     "Data": ["load_data", "Dataset", "ArraySource", "RecordSource", "Order"],
     "Models and training": [
         "build_model", "load_backbone", "make_optimizer",
-        "portable", "layers", "per_sample", "all_rows", "value_and_grad", "portable_step",
+        "portable", "layers", "per_sample", "all_rows", "value_and_grad",
     ],
     "Trained models": ["load_model", "export"],
     "Measuring": ["parity", "pipeline"],

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kerasdp.same.replica_context import all_rows as all_rows
     from kerasdp.scale import pipeline as pipeline
     from kerasdp.step.global_batch import per_sample as per_sample
-    from kerasdp.step.gradients import portable_step as portable_step
     from kerasdp.step.gradients import value_and_grad as value_and_grad
     from kerasdp.training.optimizers import make_optimizer as make_optimizer
     from kerasdp.training.runner import Runner as Runner
@@ -53,7 +52,7 @@ _NAMES_OF = {
     "kerasdp.same.portable": ("portable",),
     "kerasdp.same.replica_context": ("all_rows",),
     "kerasdp.step.global_batch": ("per_sample",),
-    "kerasdp.step.gradients": ("portable_step", "value_and_grad"),
+    "kerasdp.step.gradients": ("value_and_grad",),
     "kerasdp.training.optimizers": ("make_optimizer",),
     "kerasdp.training.runner": ("Runner",),
 }

@@ -7,10 +7,9 @@ import keras
 from keras import ops
 
 from kerasdp.data.sampling import replica_rows
-from kerasdp.errors import UserError
 from kerasdp.keras_compat.saving import saved_as_keras
 from kerasdp.same import replica_context
-from kerasdp.same.replica_context import FIRST
+from kerasdp.same.replica_context import RowOrder
 
 __all__ = ["BatchNormalization"]
 
@@ -35,20 +34,15 @@ class BatchNormalization(keras.layers.BatchNormalization):
         context = replica_context.current()
         if context is None or context.rows is None or not training:
             return self._call(inputs, training, mask, context)
-        axis = context.row_axis(("statistics", id(self)), inputs, f"layer {self.name}")
+        order = context.row_order(("statistics", id(self)), inputs, f"layer {self.name}")
         if context.is_trial:
             return super().call(inputs, training=False, mask=mask)
+        context_of_inputs = context.of_tensor(order, inputs.shape[0])
         # Where the rows are matters for the padding alone.
-        if axis is None or axis == FIRST or context.num_rows == context.rows:
-            return self._call(inputs, training, mask, context.of_tensor(axis, inputs.shape[0]))
-        if axis.axis >= self.axis % len(inputs.shape):
-            raise UserError(
-                f"layer {self.name} normalizes axis {self.axis} of a tensor whose samples are on axis {axis.axis}: "
-                f"expected a batch that divides by {context.num_replicas} devices, or channels on the last axis"
-            )
-        inputs, mask = (None if each is None else axis.rows_first(each, context.rows) for each in (inputs, mask))
-        outputs = self._call(inputs, training, mask, context.of_tensor(axis, inputs.shape[0]))
-        return axis.rows_back(outputs, context.rows)
+        if order is not RowOrder.LAST or context.num_rows == context.rows:
+            return self._call(inputs, training, mask, context_of_inputs)
+        inputs, mask = (None if each is None else order.rows_first(each, context.rows) for each in (inputs, mask))
+        return order.rows_back(self._call(inputs, training, mask, context_of_inputs), context.rows)
 
     def _call(
         self, inputs: Any, training: bool | None, mask: Any, context: replica_context.ReplicaContext | None

@@ -26,7 +26,7 @@ from keras import ops
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.keras_compat.random import is_in_layer_call, is_in_tensorflow_graph, next_seed, wrap_draws
-from kerasdp.same.replica_context import FIRST, RowAxis, current
+from kerasdp.same.replica_context import RowOrder, current
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _KEY_PARITY = 0x1BD11BDA
@@ -292,31 +292,26 @@ def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = No
     context = current()
     if context is None or context.rows is None or not shape:
         return numbers(shape, _state(seed), 0)
-    axis = _row_axis(context, shape, seed, tensor)
-    if axis is None:
+    order = _row_order(context, shape, seed, tensor)
+    if order is None:
         return numbers(shape, _state(seed), 0)
-    size = shape[axis.axis]
-    if axis == FIRST:
+    size = shape[0]
+    if order is RowOrder.FIRST:
         return numbers(shape, _state(seed), context.first_row * (size // context.rows))
-    if context.total_rows is None:
-        raise UserError(
-            "a layer draws random numbers for a tensor whose samples are not on axis 0, which stages on jax cannot: "
-            "use --strategy=data"
-        )
     # Rare: draws for the global batch, and takes this replica's rows.
-    whole = list(shape)
-    whole[axis.axis] = size // context.rows * context.total_rows
-    indices = axis.indices(size, context.rows, context.first_row, context.total_rows)
-    return ops.take(numbers(tuple(whole), _state(seed), 0), indices, axis=axis.axis)
+    total_rows = context.total_rows or 0
+    whole = (size // context.rows * total_rows, *shape[1:])
+    indices = order.indices(size, context.rows, context.first_row, total_rows)
+    return ops.take(numbers(whole, _state(seed), 0), indices, axis=0)
 
 
-def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowAxis | None:
+def _row_order(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowOrder | None:
     name, tensors, _ = _running_draw() or _UNNAMED
     if tensor is None:  # what the layer was called with, if its shape is that of the draws
         alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
         tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
     key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else f"{name}, {seed if type(seed) is int else None}"
-    return context.row_axis(("draw", key), tensor, name, tuple(shape))
+    return context.row_order(("draw", key), tensor, name, tuple(shape))
 
 
 def _state(seed: Any) -> Any:

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,57 +14,37 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import current_step, step_with
 
 
-class RowAxis(NamedTuple):
-    """Where the rows of a batch are in a tensor.
+class RowOrder(enum.Enum):
+    """How axis 0 of a tensor holds the rows of a batch, alone or folded with others: windows, tokens, views.
 
-    Attributes:
-        axis: that holds them, alone or folded with others.
-        is_inner: whether they are folded as `(others, rows)`; else as `(rows, others)`.
+    `FIRST`: as `(rows, others)`, where the entries of a row are side by side. `LAST`: as `(others, rows)`, as in
+    `concatenate([real, made])`.
     """
 
-    axis: int = 0
-    is_inner: bool = False
+    FIRST = "first"
+    LAST = "last"
 
     def rows_first(self, tensor: Any, num_rows: int) -> Any:
-        """Moves the rows to axis 0, as `(rows, others)` where they are folded.
-
-        Args:
-            tensor: any.
-            num_rows: in the tensor.
-        """
-        from keras import ops
-
-        if self.axis:
-            tensor = ops.moveaxis(tensor, self.axis, 0)
-        return self._refolded(tensor, tensor.shape[0] // num_rows, num_rows) if self.is_inner else tensor
+        """Puts the entries of each row side by side; `num_rows`: in the tensor."""
+        return self._refolded(tensor, tensor.shape[0] // num_rows, num_rows)
 
     def rows_back(self, tensor: Any, num_rows: int) -> Any:
         """Undoes `rows_first`; there may be more or fewer rows by now."""
+        return self._refolded(tensor, num_rows, tensor.shape[0] // num_rows)
+
+    def _refolded(self, tensor: Any, outer: int, inner: int) -> Any:
         from keras import ops
 
-        if self.is_inner:
-            tensor = self._refolded(tensor, num_rows, tensor.shape[0] // num_rows)
-        return ops.moveaxis(tensor, 0, self.axis) if self.axis else tensor
-
-    def joined(self, tensors: list[Any], counts: list[int]) -> Any:
-        """Joins tensors of some rows each to one of all rows; `counts`: rows of each tensor."""
-        from keras import ops
-
-        whole = ops.concatenate([self.rows_first(tensor, count) for tensor, count in zip(tensors, counts)])
-        return self.rows_back(whole, sum(counts))
-
-    @staticmethod
-    def _refolded(tensor: Any, outer: int, inner: int) -> Any:
-        from keras import ops
-
+        if self is RowOrder.FIRST:
+            return tensor
         shape = tensor.shape[1:]
         return ops.reshape(ops.swapaxes(ops.reshape(tensor, (outer, inner, *shape)), 0, 1), (outer * inner, *shape))
 
     def indices(self, size: int, num_rows: int, first_row: Any, total_rows: int) -> Any:
-        """Returns where the numbers of a shard are in the whole tensor, along the axis; int32, shape `(size,)`.
+        """Returns where the entries of a shard are in the whole tensor; int32, shape `(size,)`.
 
         Args:
-            size: of the shard's axis.
+            size: of the shard's axis 0.
             num_rows: in the shard. Some may be padding, beyond the end of the whole tensor: they get its last row.
             first_row: of the shard, in the whole; may be a scalar tensor.
             total_rows: in the whole.
@@ -76,45 +57,47 @@ class RowAxis(NamedTuple):
         made_by: Any = np if isinstance(first_row, int) else ops
         others = size // num_rows
         rows = made_by.minimum(made_by.arange(num_rows, dtype="int32") + first_row, total_rows - 1)
-        if self.is_inner:
+        if self is RowOrder.LAST:
             whole = made_by.expand_dims(made_by.arange(others, dtype="int32") * total_rows, 1) + rows
         else:
             whole = made_by.expand_dims(rows * others, 1) + made_by.arange(others, dtype="int32")
         return made_by.reshape(whole, (size,))
 
 
-FIRST = RowAxis()
-
-
-class RowAxes:
-    """Where the rows are in all that needs to know: random draws, batch statistics, activity penalties, outputs.
+class RowLayout:
+    """Where the rows of a batch are in the tensors of a model, and which of its layers need the rows of all replicas.
 
     A tensor goes by what asks for it (a seed, a layer, the number of an output) and by how often that has asked in
     this forward pass.
 
     Attributes:
         adding: the layers that add losses, by `id`.
-        keeping: by `id`, of each layer that may assign to variables what it sees of the rows, these variables.
-        mixing: layers that mix the samples of a batch, by `id`.
+        assigning: the layers that assign to variables of the model, by `id`, each with these.
+        mixing: the layers that mix the samples of a batch, by `id`.
         checked: what was compared with the whole batch, with these: `"outputs"`, and `"loss"` of these.
-        assigning: the layers that assign to variables, each with these.
         outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, list[RowAxis | None]] = {}
+        self._known: dict[Any, list[RowOrder | str | None]] = {}
         self.adding: dict[int, Any] = {}
-        self.keeping: dict[int, list[Any]] = {}
+        self.assigning: dict[int, tuple[Any, list[Any]]] = {}
         self.mixing: dict[int, Any] = {}
         self.checked: set[str] = set()
-        self.assigning: list[tuple[Any, list[Any]]] = []
         self.outputs: Any = None
 
     def couples(self, layer: Any) -> bool:
         """Returns whether what a layer gives, adds or keeps depends on rows taken together."""
-        return any(id(layer) in layers for layers in (self.adding, self.keeping, self.mixing))
+        return id(layer) in self.adding or id(layer) in self.mixing or self.keeps(layer)
 
-    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
+    def keeps(self, layer: Any) -> bool:
+        """Returns whether a layer assigns to variables what may depend on the rows."""
+        import keras
+
+        # Spectral normalization assigns what depends on weights alone.
+        return id(layer) in self.assigning and not isinstance(layer, keras.layers.SpectralNormalization)
+
+    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowOrder | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same for all of them.
 
         Args:
@@ -125,20 +108,31 @@ class RowAxes:
             name: for messages.
 
         Raises:
-            UserError: if there was no such tensor when the model was looked at.
+            UserError: if that is not known.
         """
         known = self._known.get(key, [])
-        if number >= len(known) and len(set(known)) != 1:  # a layer that is computed again, for its gradient
-            raise UserError(
-                f"{name} works on a tensor of shape {shape} that it did not have when the model was first called on a "
-                "few rows, so it is not known where the rows of the batch are in it: call the same layers in each step "
-                "of training, or train on one device"
+        if number < len(known):
+            found = known[number]
+        elif len(set(known)) == 1:  # a layer that is computed again, for its gradient
+            found = known[0]
+        else:
+            found = (
+                f"works on a tensor of shape {shape} that it did not have when the model was first called on a few "
+                "rows, so it is not known where the rows of the batch are in it: call the same layers in each step of "
+                "training, or train on one device"
             )
-        return known[number] if number < len(known) else known[0]
+        if isinstance(found, str):
+            raise UserError(f"{name} {found}")
+        return found
 
-    def add(self, key: Any, axis: RowAxis | None) -> None:
-        """Takes where the rows are, for the next call with this key."""
-        self._known.setdefault(key, []).append(axis)
+    def add(self, key: Any, found: RowOrder | str | None) -> None:
+        """Takes where the rows are, for the next call with this key, or in words why that is not known."""
+        self._known.setdefault(key, []).append(found)
+
+    def can_call_with_all_rows(self, layer: Any) -> bool:
+        """Returns whether it is known where the rows are in what a layer gets and gives."""
+        known = [found for kind in ("arguments", "outputs") for found in self._known.get((kind, id(layer)), [])]
+        return bool(known) and not any(isinstance(found, str) for found in known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,9 +147,9 @@ class ReplicaContext:
         first_row: index of this replica's first row in the global batch; may be a scalar tensor.
         total_rows: of the global batch, without padding; None where a layer sees all of it.
         replicas: the rows that all replicas have of the batch, or of the micro-batch; empty on jax.
-        row_axes: where the rows are in the tensors of the model. None: on axis 0 of all that has `rows` there.
-        is_trial: whether this pass only finds that out: batch norm then takes its moving statistics, for other
-            rows' would tell nothing.
+        row_layout: where the rows are in the tensors of the model. None: on axis 0 of all that has `rows` there.
+        is_trial: whether this is a call on a few rows that only finds something out: batch norm then takes its moving
+            statistics, for other rows' would tell nothing.
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
             replica's tensor is the sum of its gradients on all replicas. None on jax.
         weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
@@ -163,9 +157,7 @@ class ReplicaContext:
             whole micro-batch, without padding, that one program computes.
         penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss. None:
             there is no pipeline.
-        found: takes what layers add and assign in a trial; None outside of one.
-        is_own_step: whether this is a user-defined step, whose losses are its own affair.
-        is_whole: whether this is the call of a layer on the global batch.
+        is_custom_step: whether this is a user-defined step, whose losses are its own affair.
         is_micro_batch: whether these rows are some of a micro-batch: no layer sees more than that.
         calling: the layers that are being called, the innermost one last.
         regularized: by `id` of a layer that was just called, what Keras is to add for its activity regularizer.
@@ -179,27 +171,20 @@ class ReplicaContext:
     first_row: Any = 0
     total_rows: int | None = None
     replicas: tuple[ReplicaRows, ...] = ()
-    row_axes: RowAxes | None = None
+    row_layout: RowLayout | None = None
     is_trial: bool = False
     gather: Callable[[Any], Any] | None = None
     weight: float = 1.0
     gather_rows: Callable[[Any], Any] | None = None
     penalties: list[Any] | None = None
-    found: Any = None
-    is_own_step: bool = False
-    is_whole: bool = False
+    is_custom_step: bool = False
     is_micro_batch: bool = False
     calling: list[Any] = dataclasses.field(default_factory=list)
     regularized: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     moving: list[tuple[Any, Any]] | None = None
     _calls: dict[Any, int] = dataclasses.field(default_factory=dict)
 
-    @property
-    def has_empty_replica(self) -> bool:
-        """Returns whether some replica has padding alone."""
-        return not all(each.num_rows for each in self.replicas)
-
-    def row_axis(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowAxis | None:
+    def row_order(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowOrder | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same on all replicas.
 
         Args:
@@ -213,11 +198,11 @@ class ReplicaContext:
         """
         if shape is None:
             shape = tuple(tensor.shape)
-        if self.row_axes is None:
-            return FIRST if shape[:1] == (self.rows,) else None
+        if self.row_layout is None:
+            return RowOrder.FIRST if shape[:1] == (self.rows,) else None
         number = self._calls.get(key, 0)
         self._calls[key] = number + 1
-        return self.row_axes.find(key, number, shape, tensor, name)
+        return self.row_layout.find(key, number, shape, tensor, name)
 
     def of_whole(self) -> "ReplicaContext":
         """Returns the context in which a layer of this pass is called on the global batch."""
@@ -230,7 +215,6 @@ class ReplicaContext:
             replicas=(),
             gather=alone,
             gather_rows=None,
-            is_whole=True,
             moving=None,
         )
 
@@ -245,14 +229,10 @@ class ReplicaContext:
             _calls=dict(self._calls),
         )
 
-    def of_tensor(self, axis: RowAxis | None, num_rows: int) -> "ReplicaContext":
+    def of_tensor(self, order: RowOrder | None, num_rows: int) -> "ReplicaContext":
         """Returns the context for a tensor with so many entries on axis 0, each row's together and in order."""
-        if axis is not None and num_rows == self.rows:
-            return self
-        if self.rows is None or axis is None or self.num_rows == self.rows:
-            real = num_rows
-        else:
-            real = self.num_rows * (num_rows // self.rows)
+        is_padded = order is not None and self.num_rows != self.rows
+        real = self.num_rows * (num_rows // cast(int, self.rows)) if is_padded else num_rows
         return dataclasses.replace(self, num_rows=real, rows=num_rows)
 
     def of_real_rows(self) -> "ReplicaContext":
@@ -267,16 +247,12 @@ class ReplicaContext:
         import keras
 
         leaves = keras.tree.flatten(outputs)
-        whole = [self.whole(leaf, self.output_axis(number, leaf)) for number, leaf in enumerate(leaves)]
+        whole = [self.whole(leaf, self.output_order(number, leaf)) for number, leaf in enumerate(leaves)]
         return keras.tree.pack_sequence_as(outputs, whole)
 
-    def is_by_rows(self, output: Any, number: int) -> bool:
-        """Returns whether axis 0 of the model's output of that number is its rows, one entry each."""
-        return self.output_axis(number, output) == FIRST and output.shape[0] == self.rows
-
-    def output_axis(self, number: int, output: Any) -> RowAxis | None:
+    def output_order(self, number: int, output: Any) -> RowOrder | None:
         """Returns where the rows are in the model's output of that number."""
-        return self.row_axis(("output", number), output, f"output {number} of the model")
+        return self.row_order(("output", number), output, f"output {number} of the model")
 
     def rows_of_all(self, rows: Any) -> Any:
         """Gathers rows, whose gradient is the sum of those that all replicas have for them.
@@ -301,7 +277,7 @@ class ReplicaContext:
         whole = ops.reshape(cast(Any, self.gather)(wide), (self.num_replicas * rows.shape[0], *rows.shape[1:]))
         return ops.cast(whole[: sum(each.num_rows for each in self.replicas) * others], name)
 
-    def whole(self, tensor: Any, axis: RowAxis | None, gather_rows: Callable[[Any], Any] | None = None) -> Any:
+    def whole(self, tensor: Any, order: RowOrder | None, gather_rows: Callable[[Any], Any] | None = None) -> Any:
         """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one.
 
         `gather_rows`: None: its gradient is right for a loss of the global batch, which each replica computes.
@@ -309,17 +285,17 @@ class ReplicaContext:
         from kerasdp.keras_compat.layers import with_mask
 
         gather_rows, rows = gather_rows or self.gather_rows, self.rows
-        if axis is None or gather_rows is None or rows is None:
+        if order is None or gather_rows is None or rows is None:
             return tensor
 
         def gather(part: Any) -> Any:
-            own = axis.rows_first(part, rows)
+            own = order.rows_first(part, rows)
             whole = gather_rows(own)
-            return axis.rows_back(whole, whole.shape[0] // (own.shape[0] // rows))
+            return order.rows_back(whole, whole.shape[0] // (own.shape[0] // rows))
 
         return with_mask(gather, tensor)
 
-    def own_part(self, whole: Any, axis: RowAxis) -> Any:
+    def own_part(self, whole: Any, order: RowOrder) -> Any:
         """Returns this replica's shard of a tensor of the global batch, with its mask; padding repeats the last row."""
         from keras import ops
 
@@ -328,8 +304,8 @@ class ReplicaContext:
         rows, total = self.rows or 0, self.total_rows or 0
 
         def take(tensor: Any) -> Any:
-            size = tensor.shape[axis.axis] // total * rows
-            return ops.take(tensor, axis.indices(size, rows, self.first_row, total), axis=axis.axis)
+            size = tensor.shape[0] // total * rows
+            return ops.take(tensor, order.indices(size, rows, self.first_row, total), axis=0)
 
         return with_mask(take, whole)
 
@@ -384,14 +360,14 @@ def all_rows(rows: Any) -> Any:
         UserError: if axis 0 is not the samples, or there are micro-batches.
     """
     context = current()
-    if context is None or context.rows is None or context.is_trial or context.is_whole:
+    if context is None or context.rows is None or context.is_trial:
         return rows
     if context.is_micro_batch:
         raise UserError(
             "all_rows: a micro-batch does not know the rows of the others: train with --strategy=data and without "
             "--accumulate"
         )
-    if context.gather is None:
+    if context.num_replicas == 1:
         return rows
     if not len(rows.shape) or rows.shape[0] != context.rows:
         raise UserError(

@@ -347,7 +347,7 @@ class PipelineStep:
 
     def context(self, number: int) -> ReplicaContext:
         """Returns the context of the rows of a micro-batch."""
-        from kerasdp.step.row_search import row_axes_of
+        from kerasdp.step.row_search import row_layout_of
 
         rows, size = self.micro_batches.rows(number), self.pipeline.plan.size
         num_rows = rows.stop - rows.start
@@ -356,7 +356,7 @@ class PipelineStep:
             num_rows=num_rows,
             rows=size,
             first_row=rows.start,
-            row_axes=row_axes_of(self.pipeline.model),
+            row_layout=row_layout_of(self.pipeline.model),
             total_rows=self.micro_batches.num_rows,
             gather=alone,
             gather_rows=lambda own: own[: num_rows * (len(own) // size)],

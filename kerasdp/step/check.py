@@ -5,7 +5,6 @@ import inspect
 import itertools
 import math
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,18 +16,16 @@ from kerasdp.data.batch import Reader, batch_of
 from kerasdp.data.sampling import Split
 from kerasdp.data.sources import take_rows
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import all_layers, has_seed_generators, is_of_keras
+from kerasdp.keras_compat.layers import all_layers, is_of_keras
 from kerasdp.keras_compat.models import compute_loss, has_call, losses_of_whole_batch, own_steps
-from kerasdp.keras_compat.operations import Call, aligned, telling
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
-from kerasdp.same.layer_calls import hook_layers
 from kerasdp.same.layers import BatchNormalization
 from kerasdp.same.portable import batch_norms
 from kerasdp.same.random import generators_of
-from kerasdp.same.replica_context import RowAxis
-from kerasdp.step.contract import DeviceBatch, ShardPass, Strategy
+from kerasdp.same.replica_context import RowOrder
+from kerasdp.step.contract import ShardPass, Strategy
 from kerasdp.step.custom_steps import leave_unchanged, title_of, try_whole_step
 from kerasdp.step.observer import layer_name, layers_within, shard_outputs
 from kerasdp.step.row_search import (
@@ -36,10 +33,9 @@ from kerasdp.step.row_search import (
     SHARD,
     call_in_training,
     explaining_trial,
-    find_row_axes,
     fixed_values,
     is_close,
-    row_axes_of,
+    row_layout_of,
     rows_of,
     to_array,
     tolerance_of,
@@ -54,7 +50,6 @@ _LAST = 10**9
 _NUM_TRIALS, _NUM_SAMPLED = 3, 64
 # What a sum loses in a number type, as a share of the number: four of its last bits.
 _LOST = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-8, "bfloat16": 2.0**-5}
-_MOST_WEIGHTS = 10**8
 _were_asked_for_draws: ModelCache[bool] = ModelCache()
 _WITH_KERAS = "use keras.random with a keras.random.SeedGenerator that the layer holds"
 
@@ -66,9 +61,9 @@ def check_first_step(
 
     So before the first evaluation or prediction of a model that was not trained.
 
-    The batch is uneven: one less than four samples a replica, so that there is padding as well. With stages or
-    `accumulate`, a micro-batch is compared, too. No variable changes. jax without `accumulate` computes the whole batch
-    as one program: there is nothing to compare.
+    The batch is uneven: one less than four samples a replica, so that there is padding as well. Where one replica has
+    all rows of each micro-batch, a micro-batch is compared with the whole. No variable changes. jax without
+    `accumulate` computes the whole batch as one program: there is nothing to compare.
 
     Args:
         model: built, compiled, made portable, and looked at by `kerasdp.step.row_search`.
@@ -88,19 +83,17 @@ def check_first_step(
             _warn_of_other_draws(model, strategy, reader)
         return
     if "train_step" in own_steps(model):
-        _check_own_step(model, strategy, reader)
+        _check_custom_step(model, strategy, reader)
         return
-    name, text, num_rows = _first_of_all(model, config, strategy, reader, with_loss)
-    operation = _mixing_operation(model, config, strategy, reader, with_loss) if text else ""
-    while text and not config.has_micro_batches and _calls_with_all_rows(model, name, reader, strategy):
-        mixing, by, (name, text, num_rows) = name, operation, _first_of_all(model, config, strategy, reader, with_loss)
+    name, text, num_rows = _first_of_all(model, strategy, reader, with_loss)
+    while text and not config.has_micro_batches and _calls_with_all_rows(model, name):
+        mixing, (name, text, num_rows) = name, _first_of_all(model, strategy, reader, with_loss)
         if name == mixing:
             break
-        operation = _mixing_operation(model, config, strategy, reader, with_loss) if text else ""
         if strategy.processes.rank == 0:
             report.warn(
-                f"{mixing} of {model.name} mixes the samples of a batch{by}: each device computes it for the whole "
-                "batch, which takes time"
+                f"{mixing} of {model.name} mixes the samples of a batch: each device computes it for the whole batch, "
+                "which takes time"
             )
     if text:
         whole = "without --accumulate" if config.accumulate > 1 else (
@@ -108,29 +101,28 @@ def check_first_step(
         )  # fmt: skip
         raise UserError(
             f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
-            f"({text}, of {num_rows} samples){operation}: {_reason(model, name)}; train {whole}, or, all the same, "
-            "with --check=off"
+            f"({text}, of {num_rows} samples): it, or what comes just before it, mixes the samples of a batch (a mean "
+            f"over axis 0, a product of samples) or draws other random numbers for them; train {whole}, or, all the "
+            "same, with --check=off"
         )
-    row_axes_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
+    row_layout_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 
 
-def _first_of_all(
-    model: keras.Model, config: Config, strategy: Strategy, reader: Reader, with_loss: bool
-) -> tuple[str, str, int]:
+def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
     """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
     again = noisy = None
-    if config.has_micro_batches:
+    if not strategy.splits_batches:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
-        differs = strategy.processes.any_rank(any(_first_difference(whole, shard)[2] for shard in shards))
-    if strategy.splits_batches and not (config.has_micro_batches and differs):
+    else:
         num_rows = 4 * strategy.num_replicas - 1
         data = reader.sample(num_rows)
         with _statistics_of_whole_batch(model), explaining_trial(model.name, num_rows):
             batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
-            shards = _shard_passes(model, strategy, batch, with_loss)
+            steps = strategy.shard_steps(model)
+            shards = strategy.each_replica(lambda: steps.shard_pass(batch, with_loss))
             whole = _whole_pass(model, data, with_loss)
-            differs = any(_first_difference(whole, shard)[2] for shard in shards)
-            again, noisy = (_whole_pass(model, data, with_loss, noise) if differs else None for noise in (0.0, _NOISE))
+            if any(_first_difference(whole, shard)[2] for shard in shards):
+                again, noisy = (_whole_pass(model, data, with_loss, noise) for noise in (0.0, _NOISE))
     drawn = _first_difference(whole, again) if again else (_LAST, "", "")
     found = [(drawn, _first_difference(whole, shard, noisy)) for shard in shards]
     drawn, (_, name, text) = map(min, zip(*itertools.chain(*strategy.processes.all_gather_object(found))))
@@ -141,53 +133,6 @@ def _first_of_all(
             "same, with --check=off"
         )
     return name, text, whole.rows
-
-
-def _mixing_operation(model: keras.Model, config: Config, strategy: Strategy, reader: Reader, with_loss: bool) -> str:
-    """Returns which operation of Keras is the first to give something else for a shard of rows, in words.
-
-    The same on all ranks; empty where none is to blame: with micro-batches, or where code calls none; and of large
-    models, of which all weights would be copied.
-    """
-    found = ""
-    if not config.has_micro_batches and model.count_params() < _MOST_WEIGHTS:
-        calls = _mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
-        found = next((f", in {call}" for call in calls), "")
-    return next(filter(None, strategy.processes.all_gather_object(found)), "")
-
-
-def _mixing_operations(
-    model: keras.Model, strategy: Strategy, data: tuple[Any, Any, Any], with_loss: bool
-) -> list[Call]:
-    """Returns for each replica of this process the first call that mixes the samples of a batch."""
-    of_replicas: dict[int, list[Call]] = {}  # by thread, as TensorFlow's replicas have them
-    whole: list[Call] = []
-    with _statistics_of_whole_batch(model):
-        with telling(lambda call: of_replicas.setdefault(threading.get_ident(), []).append(call)):
-            batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
-            shards = _shard_passes(model, strategy, batch, with_loss)
-        with telling(whole.append):
-            num_rows = _whole_pass(model, data, with_loss).rows
-
-    def are_shards(one: list[np.ndarray], other: list[np.ndarray], shard: ShardPass) -> bool:
-        expected, received = (list(map(keras.ops.convert_to_tensor, arrays)) for arrays in (one, other))
-        return len(expected) == len(received) and all(
-            _is_shard(one, other, num_rows, shard, tolerance_of(one)) for one, other in zip(expected, received)
-        )
-
-    found = []
-    for shard, own in zip(shards, of_replicas.values()):
-        for call, same in aligned(whole, own):
-            if are_shards(call.inputs, same.inputs, shard) and not are_shards(call.outputs, same.outputs, shard):
-                found.append(call)
-                break
-    return found
-
-
-def _shard_passes(model: keras.Model, strategy: Strategy, batch: DeviceBatch, with_loss: bool) -> list[ShardPass]:
-    """Runs a forward pass of training on each replica of this process."""
-    steps = strategy.shard_steps(model)
-    return strategy.each_replica(lambda: steps.shard_pass(batch, with_loss))
 
 
 def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
@@ -204,7 +149,6 @@ def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader)
         if not culprits and pickle.dumps([get() for get, _ in generators]) != before:
             culprits.append(layer.name)
 
-    hook_layers()
     inputs = reader.sample(NUM_ROWS)[0]
     with contextlib.suppress(Exception), step_with(record=record), keras.StatelessScope():
         # What fails on a few samples may not on a batch.
@@ -224,17 +168,16 @@ def _is_user_defined(layer: keras.layers.Layer) -> bool:
     return not is_known or isinstance(layer, keras.layers.Lambda)
 
 
-def _calls_with_all_rows(model: keras.Model, name: str, reader: Reader, strategy: Strategy) -> bool:
+def _calls_with_all_rows(model: keras.Model, name: str) -> bool:
     """Lets each device call the layer of that name with the rows of all; returns whether that can be."""
-    layer = next((layer for own, layer in layers_within(model) if f"layer {own}" == name), None)
-    if layer is not None:
-        with contextlib.suppress(UserError):  # where the rows are in what it gets or gives is not known
-            find_row_axes(model, reader.sample(NUM_ROWS)[0], layer)
-            return True
-    return False
+    layer, layout = dict(layers_within(model)).get(name.removeprefix("layer ")), row_layout_of(model)
+    if layer is None or not layout.can_call_with_all_rows(layer):
+        return False
+    layout.mixing[id(layer)] = layer
+    return True
 
 
-def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
+def _check_custom_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
     """Compares what a user-defined `train_step` hands to optimizers and metrics, and what it leaves in variables.
 
     Where a step divides by what it finds in a batch (a number of tokens, a sum of weights), devices that find equally
@@ -245,7 +188,7 @@ def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> N
     """
     samples = reader.sample(max(_NUM_SAMPLED, 4 * strategy.num_replicas - 1))
     for number, rows in enumerate(_rows_of_trials(samples, 4 * strategy.num_replicas - 1)):
-        _compare_own_step(model, strategy, take_rows(samples, rows), number)
+        _compare_custom_step(model, strategy, take_rows(samples, rows), number)
 
 
 def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
@@ -271,8 +214,8 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
     return trials + [others.permutation(size)[:num_rows] for _ in range(_NUM_TRIALS - len(trials))]
 
 
-def _compare_own_step(model: keras.Model, strategy: Strategy, data: Any, number: int) -> None:
-    """Does one trial of `_check_own_step`, with these samples; `number`: others draw other random numbers."""
+def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, number: int) -> None:
+    """Does one trial of `_check_custom_step`, with these samples; `number`: others draw other random numbers."""
     batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
 
     def begun(noise: float = 0.0) -> list[np.ndarray]:
@@ -358,7 +301,7 @@ def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[Sh
     """
     passes = []
     for rows in (slice(0, NUM_ROWS), SHARD):
-        with trial(model, row_axes_of(model), rows), shard_outputs(model) as layers:
+        with trial(model, row_layout_of(model), rows, is_micro_batch=True), shard_outputs(model) as layers:
             call_in_training(model, rows_of(inputs, rows))
         num_rows = rows.stop - rows.start
         passes.append(ShardPass(layers, [], None, first_row=rows.start, num_rows=num_rows, rows=num_rows))
@@ -404,28 +347,30 @@ def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | Non
     `noisy`: the whole, with weights that differ by round-off. Deep nets with batch norm make much of it: what differs
     there as much as here is no fault.
     """
-    for place, (name, expected) in enumerate(whole.layers.items()):
-        received = shard.layers.get(name)
-        if received is None:
-            return place, f"layer {layer_name(name)}", "it is not called"
-        tolerance = _tolerance(expected, noisy and noisy.layers[name])
-        if not _is_shard(expected, received, whole.rows, shard, tolerance):
-            return place, f"layer {layer_name(name)}", _size(expected, received)
-    for place, (expected, received) in enumerate(zip(whole.outputs, shard.outputs), len(whole.layers)):
-        tolerance = _tolerance(expected, noisy and noisy.outputs[place - len(whole.layers)])
-        # Those of a prediction are the replica's own.
-        alike = (
-            _is_shard(expected, received, whole.rows, shard, tolerance)
-            if whole.loss is None
-            else is_close(to_array(expected), to_array(received), tolerance)
-        )
-        if not alike:
-            return place, "the outputs", _size(expected, received)
-    if whole.loss is not None:
-        expected, received = to_array(whole.loss), to_array(shard.loss)
-        if not is_close(expected, received, _tolerance(whole.loss, noisy and noisy.loss)):
-            return _LAST - 1, "the loss", f"{float(expected):.6g} on one, {float(received):.6g} on several"
+    of_shard, of_noisy = _named(shard), {} if noisy is None else _named(noisy)
+    for place, (key, (name, expected)) in enumerate(_named(whole).items()):
+        if key not in of_shard:
+            if isinstance(key, int):  # the loss is not computed of the outputs of all
+                continue
+            return place, name, "it is not called"
+        received, tolerance = of_shard[key][1], _tolerance(expected, of_noisy.get(key, (name, None))[1])
+        # With a loss, outputs are those of the whole batch; those of a prediction are the replica's.
+        if key == "loss" or (isinstance(key, int) and whole.loss is not None):
+            is_alike = is_close(to_array(expected), to_array(received), tolerance)
+        else:
+            is_alike = _is_shard(expected, received, whole.rows, shard, tolerance)
+        if not is_alike:
+            return place, name, _size(expected, received)
     return _LAST, "", ""
+
+
+def _named(one: ShardPass) -> dict[Any, tuple[str, Any]]:
+    """Returns what a pass gave, in its order, each with its name for messages; outputs by their numbers."""
+    return (
+        {key: (f"layer {layer_name(key)}", tensor) for key, tensor in one.layers.items()}
+        | {number: ("the outputs", tensor) for number, tensor in enumerate(one.outputs)}
+        | ({} if one.loss is None else {"loss": ("the loss", one.loss)})
+    )
 
 
 def _tolerance(expected: Any, noisy: Any) -> float:
@@ -454,20 +399,21 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
         return False
     (axis,) = differing
     others = own.shape[axis] // shard.rows
-    if whole.shape[axis] != others * total_rows or own.shape[axis] != others * shard.rows:
-        return _is_part(np.moveaxis(whole, axis, 0), np.moveaxis(own, axis, 0), shard, tolerance)
+    whole, own = np.moveaxis(whole, axis, 0), np.moveaxis(own, axis, 0)
+    if len(whole) != others * total_rows or len(own) != others * shard.rows:
+        return _is_part(whole, own, shard, tolerance)
     size = others * shard.num_rows
 
-    def is_at(place: RowAxis) -> bool:
+    def is_at(order: RowOrder) -> bool:
         taken = []
         for array, first_row, rows in ((whole, shard.first_row, total_rows), (own, 0, shard.rows)):
-            indices: Any = np.asarray(place.indices(size, shard.num_rows, first_row, rows))
+            indices: Any = np.asarray(order.indices(size, shard.num_rows, first_row, rows))
             if (np.diff(indices) == 1).all():  # a view: outputs may be large
                 indices = np.s_[indices[0] : indices[-1] + 1]
-            taken.append(array[(slice(None),) * axis + (indices,)])
+            taken.append(array[indices])
         return is_close(taken[0], taken[1], tolerance)
 
-    return any(is_at(RowAxis(axis, is_inner)) for is_inner in (False, True))
+    return any(map(is_at, RowOrder))
 
 
 def _is_part(whole: np.ndarray, own: np.ndarray, shard: ShardPass, tolerance: float) -> bool:
@@ -496,10 +442,3 @@ def _size(expected: Any, received: Any) -> str:
         return f"shape {expected.shape} on one, {received.shape} on several"
     largest = (float(np.abs(array).max(initial=0.0)) for array in (expected, received))
     return "largest number {:.4g} on one, {:.4g} on several".format(*largest)
-
-
-def _reason(model: keras.Model, name: str) -> str:
-    layer = next((layer for own, layer in layers_within(model) if f"layer {own}" == name), None)
-    if layer is not None and any(has_seed_generators(part) for part in all_layers(layer)):
-        return "it draws other random numbers for them, or mixes the samples of a batch"
-    return "it, or what comes just before it, mixes the samples of a batch (a mean over axis 0, a product of samples)"

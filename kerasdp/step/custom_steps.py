@@ -25,13 +25,13 @@ from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.same import replica_context
 from kerasdp.same.layer_calls import hook_layers
 from kerasdp.same.random import UNNAMED, portable_draws
-from kerasdp.same.replica_context import RowAxes, use
+from kerasdp.same.replica_context import RowLayout, use
 from kerasdp.step.row_search import (
-    Whole,
+    RowSearch,
     explaining_trial,
-    find_row_axes_of,
     fixed_values,
     rows_of,
+    search_rows,
     trial_context,
 )
 
@@ -222,7 +222,7 @@ def find_rows_of_step(
     strategy: Any,
     will_be_checked: bool = False,
 ) -> None:
-    """Finds where the rows are in all that a user-defined step computes; `row_axes_of` gives it.
+    """Finds where the rows are in all that a user-defined step computes; `row_layout_of` gives it.
 
     The step is run on a few rows and on half of them; nothing changes.
 
@@ -237,21 +237,31 @@ def find_rows_of_step(
         UserError: if that cannot be known, since the step mixes the samples of a batch.
     """
 
-    build = strategy.shard_steps(model).build_optimizer
+    def call(search: RowLayout, rows: slice) -> None:
+        left = [search]  # for the first replica of this process; the others see the same
+        run_trial = _trial_of(model, name, rows_of(data, rows), strategy)
 
-    def call(axes: RowAxes, rows: slice) -> None:
-        left = [axes]  # for the first replica of this process; the others see the same
-
-        def trial() -> None:
-            context = trial_context(left.pop() if left else Whole(), rows, is_own_step=True)
-            share = Share(rows=context.num_rows, total_rows=context.num_rows, build=build, is_trial=True)
-            with use(context), portable_draws(UNNAMED):
-                run(model, name, rows_of(data, rows), share)
+        def run_in_replica() -> None:
+            with use(trial_context(left.pop() if left else RowSearch(), rows, is_custom_step=True)):
+                run_trial()
 
         with leave_unchanged(model), explaining_trial(title_of(model, name), rows.stop - rows.start):
-            strategy.each_replica(trial)
+            strategy.each_replica(run_in_replica)
 
-    find_row_axes_of(model, name, call, will_be_checked)
+    search_rows(model, name, call, will_be_checked)
+
+
+def _trial_of(model: keras.Model, name: str, data: tuple[Any, Any, Any], strategy: Any) -> Callable[[], list[Found]]:
+    """Returns a function that runs a step on a whole batch, in a replica, without an update; it gives what it found."""
+    num_rows, build = len(keras.tree.flatten(data)[0]), strategy.shard_steps(model).build_optimizer
+
+    def run_trial() -> list[Found]:
+        share = Share(rows=num_rows, total_rows=num_rows, build=build, is_trial=True)
+        with portable_draws(UNNAMED):
+            run(model, name, data, share)
+        return share.found
+
+    return run_trial
 
 
 @contextlib.contextmanager
@@ -282,17 +292,13 @@ def try_whole_step(model: keras.Model, data: tuple[Any, Any, Any], strategy: Any
     Returns:
         What it found, as in `Share`.
     """
-    build = strategy.shard_steps(model).build_optimizer
+    run_trial = _trial_of(model, "train_step", rows_of(data, slice(None)), strategy)
 
-    def trial() -> list[Found]:
-        tensors = rows_of(data, slice(None))
-        num_rows = len(keras.tree.flatten(tensors)[0])
-        share = Share(rows=num_rows, total_rows=num_rows, build=build, is_trial=True)
-        with portable_draws(UNNAMED), losses_of_whole_batch():
-            run(model, "train_step", tensors, share)
-        return share.found
+    def run_in_replica() -> list[Found]:
+        with losses_of_whole_batch():
+            return run_trial()
 
-    return strategy.each_replica(trial)[0]
+    return strategy.each_replica(run_in_replica)[0]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -358,11 +364,8 @@ def find_parts(
         applied.setdefault(id(optimizer), (optimizer, list(trainable_variables or ())))
 
     def run() -> None:
-        tensors = keras.tree.map_structure(
-            lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), data
-        )
         with step_with(record=record), _Recording(used), portable_draws(name):
-            step(tensors)
+            step(rows_of(data, slice(None)))
 
     hook_layers()
     with wrapped_apply(apply), same_on_all_backends():

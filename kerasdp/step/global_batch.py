@@ -9,8 +9,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import keras
@@ -18,7 +17,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import has_mask, is_of_keras, living_variables, mask_of, set_mask, with_mask
+from kerasdp.keras_compat.layers import InnerScope, has_mask, is_of_keras, mask_of, set_mask, with_mask
 from kerasdp.keras_compat.models import (
     compiled_loss,
     compiled_metrics,
@@ -35,7 +34,7 @@ from kerasdp.keras_compat.models import (
     update_loss_metric,
 )
 from kerasdp.same.random import portable_draws
-from kerasdp.same.replica_context import FIRST, ReplicaContext, RowAxis
+from kerasdp.same.replica_context import ReplicaContext, RowOrder
 
 Tensor = Any
 
@@ -91,28 +90,6 @@ def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
     return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
 
 
-def is_sum_over_rows(model: keras.Model) -> bool:
-    """Returns whether the loss of a batch is a sum over its rows, but for what it is divided by.
-
-    `model`: compiled, and its losses built.
-    """
-    return type(model).compute_loss is keras.Model.compute_loss and not _coupling_losses(model)
-
-
-def _coupling_losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """Returns the losses of a model that need the whole batch."""
-    return [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
-
-
-def require_values(loss: keras.losses.Loss, values: Any, num_rows: int) -> None:
-    """Raises `UserError` if a loss that was said to be `per_sample` gives no value for each row."""
-    if not len(values.shape) or values.shape[0] != num_rows:
-        raise UserError(
-            f"the loss {loss.name}: expected a value for each of the {num_rows} samples, since it is declared "
-            f"per_sample. Received: shape {tuple(values.shape)}"
-        )
-
-
 def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, instead: str) -> list[float]:
     """Returns the weight of each micro-batch's loss in the loss of the global batch.
 
@@ -147,34 +124,26 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
     return [count / sum(counts) for count in counts]
 
 
-NUM_ROWS = 12
-
-
 def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[keras.Variable]:
     """Returns the variables to which user-defined losses of `compile` assign; they are no model's.
 
     Args:
         model: its losses built.
-        targets: `NUM_ROWS` rows, NumPy arrays.
+        targets: a few rows, NumPy arrays.
         symbols: the model's outputs, as it gives them: `KerasTensor`s, whose rows do not matter.
     """
-    numbers = np.random.RandomState(0)
+    numbers, num_rows = np.random.RandomState(0), len(keras.tree.flatten(targets)[0])
 
     def random(tensor: Any) -> Any:
         """Returns outputs between 0 and 1, which suits probabilities and all else."""
-        values = numbers.uniform(0.05, 0.95, (NUM_ROWS, *tensor.shape[1:]))
+        values = numbers.uniform(0.05, 0.95, (num_rows, *tensor.shape[1:]))
         return ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
 
-    def assigned() -> set[int]:
-        with contextlib.suppress(Exception), keras.StatelessScope() as scope:  # on outputs that they may not expect
-            cast(Any, compiled_loss(model))(targets, keras.tree.map_structure(random, symbols))
-            return set(scope.state_mapping)
-        return set()
-
-    with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
-        found = thread.submit(assigned).result() - set(map(id, compiled_variables(model)[0]))
-    variables = [variable for variable in living_variables() if id(variable) in found] if found else []
-    return [variable for variable in variables if variable.name != "seed_generator_state"]  # they draw portably
+    with contextlib.suppress(Exception), InnerScope() as scope:  # on outputs that they may not expect
+        cast(Any, compiled_loss(model))(targets, keras.tree.map_structure(random, symbols))
+    known = set(map(id, compiled_variables(model)[0]))
+    # They draw portably.
+    return [each for each in scope.assigned if id(each) not in known and each.name != "seed_generator_state"]
 
 
 def adds_up(metric: keras.metrics.Metric) -> bool:
@@ -188,23 +157,24 @@ def adds_up(metric: keras.metrics.Metric) -> bool:
     return is_of_keras(type(metric)) and is_known and options.get("axis", -1) == -1
 
 
-def are_sums_over_rows(model: keras.Model) -> bool:
-    """Returns whether the metrics of a compiled model, once they are built, add up over the rows of a batch."""
-    return type(model).compute_metrics is keras.Model.compute_metrics and not _coupling_metrics(model)
+def reasons_to_gather_for_loss(model: keras.Model) -> list[str]:
+    """Returns what makes the loss of a compiled model need the outputs of the whole batch; nothing, it may be."""
+    if _overrides(model, "compute_loss"):
+        return [f"compute_loss of {type(model).__name__}"]
+    coupling = [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
+    return [f"the loss {loss.name} (not known to count each sample by itself)" for loss in coupling]
 
 
-def _coupling_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Returns the metrics of a compiled model that are not known to add up."""
-    return [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
+def reasons_to_gather_for_metrics(model: keras.Model) -> list[str]:
+    """Returns what makes the metrics of a compiled model need the outputs of the whole batch; nothing, it may be."""
+    own = [f"compute_metrics of {type(model).__name__}"] if _overrides(model, "compute_metrics") else []
+    coupling = [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
+    return own + [f"the metric {metric.name} (not known to add up)" for metric in coupling]
 
 
-def reasons_to_gather(model: keras.Model) -> list[str]:
-    """Returns what of a compiled model needs the outputs of the whole batch, with the reason; nothing, it may be."""
-    reasons = [f"the loss {loss.name} (not known to count each sample by itself)" for loss in _coupling_losses(model)]
-    for name in ("compute_loss", "compute_metrics"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            reasons = [*(reasons if name == "compute_metrics" else ()), f"{name} of {type(model).__name__}"]
-    return reasons + [f"the metric {metric.name} (not known to add up)" for metric in _coupling_metrics(model)]
+def _overrides(model: keras.Model, method: str) -> bool:
+    """Returns whether a model's class has a method of its own."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 class Data(NamedTuple):
@@ -228,13 +198,11 @@ class Sums(NamedTuple):
 
     Attributes:
         shared: by name, what is to be summed over the replicas.
-        known: likewise, what all replicas have the sum of.
-        kept: all rows of each micro-batch, for metrics that do not add up.
+        complete: likewise, what all replicas have the sum of.
     """
 
     shared: dict[str, Tensor]
-    known: dict[str, Tensor]
-    kept: list[Data]
+    complete: dict[str, Tensor]
 
 
 def added(before: Sums | None, sums: Sums) -> Sums:
@@ -245,7 +213,7 @@ def added(before: Sums | None, sums: Sums) -> Sums:
     def both(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         return one | {name: one[name] + value if name in one else value for name, value in other.items()}
 
-    return Sums(both(before.shared, sums.shared), both(before.known, sums.known), [*before.kept, *sums.kept])
+    return Sums(both(before.shared, sums.shared), both(before.complete, sums.complete))
 
 
 class GlobalBatch:
@@ -279,17 +247,17 @@ class GlobalBatch:
         self.model, self.context, self.num_rows, self.training = model, context, num_rows, training
         self._total_rows, self._share = total_rows or num_rows, share
         self._is_part = context is not None and context.is_micro_batch
-        self.sums = Sums({}, {}, [])
+        self.sums = Sums({}, {})
         # The replica's rows with padding, and without; and those of all.
         self._padded, self._add_up = padded, add_up
-        self._own = padded if context is None else _without_padding(padded, context)
+        self._unpadded = padded if context is None else _without_padding(padded, context)
         self._whole: Data | None = None
         self._taken: dict[str, Tensor] = {}
         if self._is_part:
             refuse_masks(model, padded.outputs)
         self._has_own_rows = self._is_by_rows()
-        self.is_of_own_rows = self._has_own_rows and is_sum_over_rows(model)
-        self._add_up_metrics = (self._has_own_rows or self._is_part) and are_sums_over_rows(model)
+        self.is_of_own_rows = self._has_own_rows and not reasons_to_gather_for_loss(model)
+        self._add_up_metrics = self._is_part or (self._has_own_rows and not reasons_to_gather_for_metrics(model))
         self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
         if context is not None and context.moving:
             self.sums.shared["moving"] = pack_moving(context.moving)
@@ -321,20 +289,17 @@ class GlobalBatch:
     def share_metrics(self) -> None:
         """Computes what the replica's rows change in the metrics; outside of what is differentiated."""
         if self._add_up_metrics:
-            rows = self._own if self._has_own_rows else self.whole()
+            rows = self._unpadded if self._has_own_rows else self.whole()
             _, variables = compiled_variables(self.model)
             # A copy: Keras (3.15) multiplies sample weights by the outputs' mask in place.
             weights, outputs = _each(ops.copy, rows.sample_weight), _each(ops.stop_gradient, rows.outputs)
             with keras.StatelessScope(_zeros(variables)) as scope:
                 update_compiled_metrics(self.model, rows.targets, outputs, weights)
             self._note_changes("metrics", variables, scope, self._has_own_rows)
-        elif self._is_part:
-            whole, outputs = self.whole(), _each(ops.stop_gradient, self.whole().outputs)
-            self.sums.kept.append(whole._replace(inputs=self._inputs_for("compute_metrics"), outputs=outputs))
 
     def take(self, sums: dict[str, Tensor]) -> Tensor:
         """Takes the sums of `sums.shared` over the replicas; returns the loss of the global batch."""
-        self._taken = added(Sums(sums, {}, []), Sums(self.sums.known, {}, [])).shared
+        self._taken = added(Sums(sums, {}), Sums(self.sums.complete, {})).shared
         return self._taken["loss"]
 
     def move_statistics(self) -> None:
@@ -353,28 +318,22 @@ class GlobalBatch:
                     variable.assign(variable + ops.cast(change, variable.dtype))
         if self._add_up_metrics:
             return self.model.get_metrics_result()
-        whole = self._joined() if self._is_part else self.whole()
-        inputs = whole.inputs if self._is_part else self._inputs_for("compute_metrics")
+        whole, inputs = self.whole(), self._inputs_for("compute_metrics")
         outputs = _each(ops.stop_gradient, whole.outputs)
         return self.model.compute_metrics(inputs, whole.targets, outputs, sample_weight=whole.sample_weight)
-
-    def _joined(self) -> Data:
-        """Joins the rows of the micro-batches to the rows of the global batch."""
-        kept, context = self.sums.kept, cast(ReplicaContext, self.context)
-        counts = [(self._total_rows - self.num_rows) // max(len(kept) - 1, 1)] * (len(kept) - 1) + [self.num_rows]
-        inputs, targets, outputs, sample_weight = zip(*kept)
-        inputs, targets, sample_weight = joined_rows(
-            list(zip(inputs, targets, sample_weight)), counts, lambda *_: FIRST
-        )
-        return Data(inputs, targets, joined_rows(outputs, counts, context.output_axis), sample_weight)
 
     def _is_by_rows(self) -> bool:
         """Returns whether each replica has rows, and each output an entry for each of them."""
         context, outputs = self.context, keras.tree.flatten(self._padded.outputs)
-        if context is None or context.rows is None or context.has_empty_replica:
+        if context is None or context.rows is None or not all(each.num_rows for each in context.replicas):
             return False
         # Without a second axis, the rows are what Keras takes the mean of.
-        return all(len(leaf.shape) > 1 and context.is_by_rows(leaf, place) for place, leaf in enumerate(outputs))
+        return all(
+            len(leaf.shape) > 1
+            and leaf.shape[0] == context.rows
+            and context.output_order(number, leaf) is RowOrder.FIRST
+            for number, leaf in enumerate(outputs)
+        )
 
     def _loss_of_all_rows(self) -> Tensor:
         whole = self.whole()
@@ -386,7 +345,7 @@ class GlobalBatch:
             else:
                 inputs = self._inputs_for("compute_loss")
                 loss = compute_loss(self.model, inputs, targets, whole.outputs, weights, training=self.training)
-        self.sums.known["loss"] = ops.stop_gradient(loss)
+        self.sums.complete["loss"] = ops.stop_gradient(loss)
         return loss
 
     def _with_added(self, loss: Tensor | None) -> Tensor:
@@ -405,11 +364,13 @@ class GlobalBatch:
 
     def _inputs_for(self, method: str) -> Any:
         """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
-        inputs, is_own = self._padded.inputs, getattr(type(self.model), method) is not getattr(keras.Model, method)
-        return _each(self.context.gather_rows, inputs) if is_own and self.context is not None else inputs
+        inputs = self._padded.inputs
+        if self.context is None or not _overrides(self.model, method):
+            return inputs
+        return _each(self.context.gather_rows, inputs)
 
     def _loss_of_own_rows(self) -> Tensor:
-        own, context = self._own, cast(ReplicaContext, self.context)
+        rows, context = self._unpadded, cast(ReplicaContext, self.context)
         variables, _ = compiled_variables(self.model)
         compiled = compiled_loss(self.model)
         # What Keras keeps of each output's loss: a mean, weighted by the rows.
@@ -419,7 +380,7 @@ class GlobalBatch:
             losses_of_whole_batch(factor),
             reducing_losses(self._share_of_loss),
         ):
-            loss = None if compiled is None else compiled(own.targets, own.outputs, own.sample_weight)
+            loss = None if compiled is None else compiled(rows.targets, rows.outputs, rows.sample_weight)
         self._note_changes("losses", variables, scope, True)
         loss = self._with_added(loss)
         self.sums.shared["loss"] = ops.stop_gradient(loss) / context.num_replicas
@@ -434,7 +395,11 @@ class GlobalBatch:
         masks, dtype = [mask_of(outputs)], loss.dtype
         targets, outputs = _each(lambda leaf: ops.convert_to_tensor(leaf, dtype=dtype), (targets, outputs))
         values = loss.call(targets, outputs)
-        require_values(loss, values, context.num_rows)
+        if not len(values.shape) or values.shape[0] != context.num_rows:
+            raise UserError(
+                f"the loss {loss.name}: expected a value for each of the {context.num_rows} samples, since it is "
+                f"declared per_sample. Received: shape {tuple(values.shape)}"
+            )
         masks = [mask for mask in (*masks, mask_of(values)) if mask is not None]
         values = ops.convert_to_tensor(values, dtype=dtype)
         weights = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
@@ -465,7 +430,7 @@ class GlobalBatch:
     def _note_changes(
         self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope, are_shared: bool
     ) -> None:
-        sums = self.sums.shared if are_shared else self.sums.known
+        sums = self.sums.shared if are_shared else self.sums.complete
         for place, variable in enumerate(variables):
             sums[f"{name}/{place}"] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
 
@@ -477,22 +442,6 @@ def refuse_masks(model: keras.Model, outputs: Any) -> None:
             f"--accumulate: the outputs of {model.name} carry a mask, by which its loss needs the whole batch at once; "
             "leave it out"
         )
-
-
-def joined_rows(parts: Sequence[Any], counts: list[int], axis_of: Callable[[int, Tensor], RowAxis | None]) -> Any:
-    """Joins the rows of the micro-batches in each tensor of a structure.
-
-    Args:
-        parts: structures of tensors, alike.
-        counts: rows of each.
-        axis_of: returns where the rows are in a leaf, by its number.
-    """
-    leaves = [keras.tree.flatten(part) for part in parts]
-    whole = []
-    for number, own in enumerate(zip(*leaves)):
-        axis = None if own[0] is None else axis_of(number, own[0])
-        whole.append(own[0] if axis is None else axis.joined(list(own), counts))
-    return keras.tree.pack_sequence_as(parts[0], whole)
 
 
 def _without_padding(padded: Data, context: ReplicaContext) -> Data:

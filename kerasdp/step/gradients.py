@@ -39,6 +39,7 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
     """
     name = getattr(function, "__name__", type(function).__name__)
 
+    @functools.wraps(function, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if variables is None and not args:
             raise UserError(f"value_and_grad: expected variables, or a first argument of {name}. Received: neither")
@@ -54,48 +55,7 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
         value, aux, gradients = backend.differentiate(compute, values, leaves if variables is not None else [])
         return ((value, aux) if has_aux else value), keras.tree.pack_sequence_as(own, gradients)
 
-    return _Differentiated(function, differentiated)
-
-
-class _Differentiated:
-    """What `value_and_grad` returns: a function, which says so where people take it for what it gives."""
-
-    def __init__(self, function: Callable[..., Any], differentiated: Callable[..., Any]):
-        functools.update_wrapper(self, function, updated=())
-        self._differentiated = differentiated
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._differentiated(*args, **kwargs)
-
-    def __iter__(self) -> Any:
-        raise UserError(
-            f"value_and_grad: expected a call of what it returns, which is a function of the arguments of "
-            f"{getattr(self, '__name__', 'yours')}: value, gradients = value_and_grad(...)(...). Received: an attempt "
-            "to unpack that function"
-        )
-
-
-def portable_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets `train_step(self, data)` (or `test_step`, `predict_step`) of a model train with Keras alone on jax, too.
-
-    A decorator. There Keras calls it with the state before the data, and wants the state back. Under `kerasdp.launch`
-    such a method needs no decorator. Its optimizers must be built before.
-    """
-
-    @functools.wraps(method)
-    def step(model: keras.Model, *args: Any) -> Any:
-        if len(args) == 1:
-            return method(model, *args)
-        state, data = args
-        lists = [model.trainable_variables, model.non_trainable_variables]
-        if method.__name__ == "train_step":
-            lists.append(model.optimizer.variables)
-        if method.__name__ != "predict_step":
-            lists.append(model.metrics_variables)
-        result, new = in_scope(lists, state, functools.partial(method, model, data))
-        return result, (new[1] if method.__name__ == "predict_step" else new)
-
-    return step
+    return differentiated
 
 
 def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]], step: Callable[[], Any]) -> Any:
@@ -112,8 +72,7 @@ def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]
         if id(variable) not in known:
             raise UserError(
                 f"the step assigns to {variable.path}, which is no variable of the model, so that jax would forget it: "
-                "make it an attribute of the model; of an optimizer other than that of compile, outside of "
-                "kerasdp.launch, its list of variables"
+                "make it an attribute of the model"
             )
     return result, tuple([scope.get_current_value(variable) for variable in variables] for variables in lists)
 

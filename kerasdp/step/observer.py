@@ -13,7 +13,7 @@ from kerasdp.keras_compat.patches import step_with
 from kerasdp.run_state import Detail
 from kerasdp.same import replica_context
 from kerasdp.same.layer_calls import hook_layers
-from kerasdp.step.row_search import row_axes_of
+from kerasdp.step.row_search import row_layout_of, to_array
 
 
 class Observer:
@@ -43,8 +43,8 @@ class Observer:
         self.samples.append(samples)
         self.gradient_norms.append(seen.get("gradient_norm"))
         if "outputs" in seen:
-            self.gradients = [None if leaf is None else _array(leaf) for leaf in seen["gradients"]]
-            self.outputs = {name[_PLACE:]: _array(output) for name, output in sorted(seen["outputs"].items())}
+            self.gradients = [None if leaf is None else to_array(leaf) for leaf in seen["gradients"]]
+            self.outputs = {name[_PLACE:]: to_array(output) for name, output in sorted(seen["outputs"].items())}
 
 
 def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
@@ -98,15 +98,15 @@ def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
     outputs: dict[str, Any] = {}
     with _recording(model, outputs, lambda tensor: tensor):
         yield outputs
-    axes = row_axes_of(model)
+    layout = row_layout_of(model)
     added = [
         (f"{layer.name}, in what it adds to the loss", loss)
-        for layer in axes.adding.values()
+        for layer in layout.adding.values()
         for loss in added_losses(layer)
     ]
     assigned = [
         (f"{layer.name}, in what it assigns to {variable.path}", variable.value)
-        for layer, variables in axes.assigning
+        for layer, variables in layout.assigning.values()
         for variable in variables
     ]
     for name, tensor in added + assigned:
@@ -171,9 +171,3 @@ def _whole(tensor: Any) -> Any:
     if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
         return tensor
     return context.gather_rows(tensor)
-
-
-def _array(tensor: Any) -> Any:
-    if "bfloat16" in str(tensor.dtype):  # NumPy has none
-        tensor = ops.cast(tensor, "float32")
-    return ops.convert_to_numpy(tensor)

@@ -425,7 +425,7 @@ class ShardSteps(Replica):
 
         Args:
             batch: the replica's rows.
-            step: see `row_axes_of`.
+            step: see `row_layout_of`.
             replicas: see `Pass`; so is `total_rows`.
         """
         from kerasdp.step.row_search import context_of

@@ -1,8 +1,9 @@
 """Finds where the rows of a batch are in the tensors that layers work on, by calling the model on a few of them.
 
-Axis 0 need not be the batch: layers fold windows, time or tokens into it, put time first, or work on a table that
-happens to have as many rows as a replica. No shape tells. So the model is called twice before the first step, on a few
-rows and on half of them: an axis that is twice as long in the first call holds the rows.
+Axis 0 need not be the batch: layers fold windows, time or tokens into it, or work on a table that happens to have as
+many rows as a replica. No shape tells. So the model is called twice before the first step, on a few rows and on half of
+them: where axis 0 is twice as long in the first call it holds the rows. Whether that is right, and which layers mix the
+rows, the check of the first step tells (`kerasdp.step.check`).
 """
 
 import contextlib
@@ -16,13 +17,13 @@ from keras import ops
 
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import RunError, UserError
-from kerasdp.keras_compat.layers import all_layers
+from kerasdp.keras_compat.layers import all_layers, current_value, seed_variables
 from kerasdp.processes import error_text
 from kerasdp.processes.error_text import explained
 from kerasdp.run_state import ModelCache
-from kerasdp.same.layer_calls import Found, hook_layers
+from kerasdp.same.layer_calls import row_orders_in
 from kerasdp.same.random import portable_draws
-from kerasdp.same.replica_context import FIRST, ReplicaContext, RowAxes, RowAxis, use
+from kerasdp.same.replica_context import ReplicaContext, RowLayout, RowOrder, use
 
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
 NUM_ROWS, SHARD = 4, slice(2, 4)
@@ -34,20 +35,20 @@ _PART = 2**20
 _TOLERANCES = {"float64": 1e-6, "float16": 0.02, "bfloat16": 0.1}
 
 # By what was called, with the layers that the model had.
-_found: ModelCache[dict[str, tuple[list[keras.layers.Layer], RowAxes]]] = ModelCache()
+_found: ModelCache[dict[str, tuple[list[keras.layers.Layer], RowLayout]]] = ModelCache()
 
 
-def row_axes_of(model: keras.Model, step: str = "call") -> RowAxes:
-    """Returns what `find_row_axes` found in a model; nothing, if that was not called.
+def row_layout_of(model: keras.Model, step: str = "call") -> RowLayout:
+    """Returns what `find_row_layout` found in a model; nothing, if that was not called.
 
     `step`: the model's `call`, as Keras' own steps use it, or a user-defined step: `train_step`, say.
     """
-    _, axes = (_found.get(model) or {}).get(step, ([], RowAxes()))
-    return axes
+    _, layout = (_found.get(model) or {}).get(step, ([], RowLayout()))
+    return layout
 
 
 def is_known(model: keras.Model, step: str = "call") -> bool:
-    """Returns whether rows were looked for in the model as it is; `step`: see `row_axes_of`."""
+    """Returns whether rows were looked for in the model as it is; `step`: see `row_layout_of`."""
     layers, _ = (_found.get(model) or {}).get(step, ([], None))
     return list(map(id, layers)) == list(map(id, all_layers(model)))
 
@@ -60,13 +61,13 @@ def context_of(
 
     Args:
         model: that is run.
-        step: see `row_axes_of`.
+        step: see `row_layout_of`.
         rank: of the replica.
         replicas: see `kerasdp.data.sampling.Split.replicas`.
         gather: see `ReplicaContext`; so is `gather_rows`.
         total_rows: of the global batch; None: `replicas` have all of its rows.
     """
-    own, row_axes, is_several = replicas[rank], row_axes_of(model, step), len(replicas) > 1
+    own, is_several = replicas[rank], len(replicas) > 1
     return ReplicaContext(
         num_replicas=len(replicas),
         num_rows=own.num_rows,
@@ -74,97 +75,97 @@ def context_of(
         first_row=own.first,
         total_rows=total_rows or sum(each.num_rows for each in replicas),
         replicas=replicas,
-        row_axes=row_axes,
+        row_layout=row_layout_of(model, step),
         gather=gather if is_several else None,
         gather_rows=gather_rows if is_several else None,
         # The moving statistics of a micro-batch move before the next one.
         moving=[] if total_rows is None else None,
         is_micro_batch=total_rows is not None,
-        is_own_step=step != "call",
+        is_custom_step=step != "call",
     )
 
 
-class Whole(RowAxes):
-    """Remembers the tensors of the first call, on all rows."""
+class RowSearch(RowLayout):
+    """Compares the tensors of two calls, on all of `NUM_ROWS` rows and on some of them; notes what layers do.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[Any, list[tuple[tuple[int, ...], Any]]] = {}
-
-    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
-        """Takes the first axis for that of the rows."""
-        self.tensors.setdefault(key, []).append((shape, tensor))
-        return FIRST
-
-
-class _Shard(RowAxes):
-    """Compares the tensors of the second call with those of the first."""
-
-    def __init__(self, whole: Whole, found: RowAxes, will_be_checked: bool):
-        super().__init__()
-        self.whole, self.found, self.will_be_checked = whole, found, will_be_checked
-
-    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
-        tensors = self.whole.tensors.get(key, [])
-        if number >= len(tensors):
-            raise UserError(
-                f"{name} is not called equally often for {NUM_ROWS} and for {SHARD.stop - SHARD.start} samples, so "
-                "each device would do something else: train on one device"
-            )
-        whole_shape, whole = tensors[number]
-        num_rows = SHARD.stop - SHARD.start
-        if key[0] == "outputs" and (whole_shape[:2], shape[:2]) == ((NUM_ROWS,) * 2, (num_rows,) * 2):
-            axis: RowAxis | None = (
-                FIRST  # a number for each two samples (a covariance): a replica has its own with those of all
-            )
-        else:
-            axis = _row_axis(whole_shape, whole, shape, tensor, name, self.will_be_checked)
-        self.found.add(key, axis)
-        return axis
-
-
-def _row_axis(
-    whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], own: Any, name: str, will_be_checked: bool
-) -> RowAxis | None:
-    """Returns where the rows are in a tensor, of all rows and of the shard.
-
-    Where nothing tells how rows are folded with others, they are taken for tensors one after the other, as in
-    `concatenate([real, made])`, if that will be checked.
-
-    Raises:
-        UserError: if that is not known.
+    Attributes:
+        is_whole: whether this is the first call.
+        found: what both calls tell.
     """
-    num_rows = SHARD.stop - SHARD.start
-    differing = [axis for axis, sizes in enumerate(zip(whole_shape, shape)) if sizes[0] != sizes[1]]
-    axis = differing[0] if len(differing) == 1 else None
-    if whole_shape == shape:
-        if own is None or tuple(own.shape) != shape or is_close(to_array(whole), to_array(own), tolerance_of(own)):
-            return None
-    elif (
-        len(whole_shape) == len(shape)
-        and axis is not None
-        and whole_shape[axis] * num_rows == shape[axis] * NUM_ROWS
-        and shape[axis] % num_rows == 0
-    ):
-        if shape[axis] == num_rows:
-            return RowAxis(axis)
-        if own is None and will_be_checked:
-            return RowAxis(axis, is_inner=True)
-        if own is not None and own.shape[axis] == shape[axis]:
-            whole, own, tolerance = to_array(whole), to_array(own), tolerance_of(own)
-            for candidate in (RowAxis(axis), RowAxis(axis, is_inner=True)):
-                indices = candidate.indices(shape[axis], num_rows, SHARD.start, NUM_ROWS)
-                if is_close(np.take(whole, indices, axis=axis), own, tolerance):
-                    return candidate
-        raise UserError(
-            f"{name} works on a tensor of shape {shape} for {num_rows} samples, in which it cannot be told which "
-            "numbers are of which sample: train on one device or with --backend=jax"
+
+    def __init__(self, will_be_checked: bool = False):
+        """`will_be_checked`: whether a wrong answer will be found, so that an uncertain one will do."""
+        super().__init__()
+        self.is_whole, self.found, self._will_be_checked = True, RowLayout(), will_be_checked
+        self.adding, self.assigning = self.found.adding, self.found.assigning
+        # Shapes in the first call, with the tensors in which rows are folded with others.
+        self._whole: dict[Any, list[tuple[tuple[int, ...], Any]]] = {}
+        self._assigned: dict[int, Any] = {}
+
+    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowOrder | None:
+        """See `RowLayout`. What is not known is refused where it is needed."""
+        if self.is_whole:
+            is_folded = tensor is not None and tuple(tensor.shape[:1]) == shape[:1] and shape[:1] > (NUM_ROWS,)
+            self._whole.setdefault(key, []).append((shape, tensor if is_folded else None))
+            return RowOrder.FIRST
+        whole = self._whole.get(key, [])
+        found: RowOrder | str | None = (
+            f"is not called equally often for {NUM_ROWS} and for {_rows_in(SHARD)} samples, so each device would do "
+            "something else: train on one device"
         )
-    raise UserError(
-        f"{name} works on a tensor of shape {whole_shape} for {NUM_ROWS} samples, {shape} for {num_rows}, that mixes "
-        "the samples of a batch: several devices, each with its own samples, would train something else; train on one "
-        "device or with --backend=jax"
-    )
+        if number < len(whole):
+            found = self._order(key, *whole[number], shape, tensor)
+        self.found.add(key, found)
+        return RowOrder.FIRST if isinstance(found, str) else found
+
+    def _order(
+        self, key: Any, whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], tensor: Any
+    ) -> RowOrder | str | None:
+        """Returns where the rows are in a tensor, by its shape, of all rows and of the shard; folded ones by values."""
+        num_rows = _rows_in(SHARD)
+        if whole_shape == shape:
+            return None
+        is_alike = len(whole_shape) == len(shape) and whole_shape[1:] == shape[1:]
+        is_split = is_alike and whole_shape[0] * num_rows == shape[0] * NUM_ROWS
+        # What layers give may have a number for each two samples (a covariance): a replica has its own with all.
+        is_of_pairs = key[0] == "outputs" and (whole_shape[:2], shape[:2]) == ((NUM_ROWS,) * 2, (num_rows,) * 2)
+        if (is_split or is_of_pairs) and shape[0] == num_rows:
+            return RowOrder.FIRST
+        if is_split and shape[0] % num_rows == 0:
+            if tensor is None and self._will_be_checked:
+                return RowOrder.LAST  # as in `concatenate([real, made])`
+            for order in RowOrder if whole is not None else ():
+                indices = order.indices(shape[0], num_rows, SHARD.start, NUM_ROWS)
+                if is_close(to_array(whole)[indices], to_array(tensor), tolerance_of(tensor)):
+                    return order
+        return (
+            f"works on a tensor of shape {whole_shape} for {NUM_ROWS} samples, {shape} for {num_rows}: expected the "
+            "samples on axis 0, alone or folded with others; what has them elsewhere, or mixes the samples of a batch, "
+            "would train something else on several devices, each with its own samples; put them there, take the "
+            "samples of all devices by kerasdp.all_rows, or train on one device or with --backend=jax"
+        )
+
+    def watch_call(
+        self, call: Callable[..., Any], layer: keras.layers.Layer, context: ReplicaContext, args: Any, kwargs: Any
+    ) -> Any:
+        """Calls a layer; notes where the rows are in what it gets and gives, and to which variables it assigns."""
+        row_orders_in("arguments", layer, context, (args, kwargs))
+        seeds = {id(variable) for variable in seed_variables(layer)}
+        variables = [variable for variable in layer.variables if id(variable) not in seeds]
+        before = list(map(current_value, variables))
+        outputs = call(*args, **kwargs)
+        for variable, old in zip(variables, before):
+            new = current_value(variable)
+            if self.is_whole and new is not old and new is not self._assigned.get(id(variable)):
+                self._assigned[id(variable)] = new
+                _, own = self.assigning.setdefault(id(layer), (layer, []))
+                own += [variable] if all(known is not variable for known in own) else []
+        row_orders_in("outputs", layer, context, outputs)
+        return outputs
+
+
+def _rows_in(rows: slice) -> int:
+    return rows.stop - rows.start
 
 
 def to_array(tensor: Any) -> np.ndarray:
@@ -184,10 +185,10 @@ def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bo
         return False
     if expected.dtype.kind not in "fc":
         return tolerance == math.inf or bool((expected == received).all())
+    largest = float(np.abs(expected).max(initial=0.0, where=np.isfinite(expected)))
+    expected, received = expected.reshape(-1), received.reshape(-1)
     # In parts: in float64, the outputs of a large vocabulary would need more memory than a step of training.
     parts = [slice(first, first + _PART) for first in range(0, expected.size, _PART)]
-    expected, received = expected.reshape(-1), received.reshape(-1)
-    largest = max((_largest(expected[part]) for part in parts), default=0.0)
     return all(
         np.isclose(
             received[part].astype("float64"), expected[part].astype("float64"), rtol=0.0, atol=tolerance * largest,
@@ -197,77 +198,50 @@ def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bo
     )  # fmt: skip
 
 
-def _largest(numbers: np.ndarray) -> float:
-    numbers = numbers.astype("float64")
-    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0))
-
-
-def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | None = None) -> None:
-    """Finds where the rows are in all that a model computes in training; `row_axes_of` gives it. No variable changes.
+def find_row_layout(model: keras.Model, inputs: Any) -> None:
+    """Finds where the rows are in all that a model computes in training; `row_layout_of` gives it. No variable changes.
 
     Args:
         model: built and made `portable`.
         inputs: `NUM_ROWS` samples, as `model` takes them, in NumPy.
-        mixing: a layer that mixes the samples, and is to be called with all of them; besides those known before.
-
-    Raises:
-        UserError: if that cannot be known, since the model mixes the samples of a batch.
     """
+    outputs = None
 
-    found, outputs = Found(), None
-    known = row_axes_of(model).mixing | ({} if mixing is None else {id(mixing): mixing})
-
-    def call(axes: RowAxes, rows: slice) -> None:
+    def call(search: RowLayout, rows: slice) -> None:
         nonlocal outputs
-        with trial(model, axes, rows, found) as context:
-            with explaining_trial(model.name, rows.stop - rows.start):
-                outputs = call_in_training(model, rows_of(inputs, rows))
+        with trial(model, search, rows) as context, explaining_trial(model.name, _rows_in(rows)):
+            outputs = call_in_training(model, rows_of(inputs, rows))
             context.whole_outputs(outputs)
 
-    def call_again_if_some_need_all_rows(axes: RowAxes, rows: slice) -> None:
-        call(axes, rows)
-        if isinstance(axes, Whole):
-            found.whole = {*found.adding, *found.keeping(), *known}
-        if isinstance(axes, Whole) and found.whole:  # where are the rows in what they get?
-            axes.tensors.clear()
-            call(axes, rows)
-
-    find_row_axes_of(model, "call", call_again_if_some_need_all_rows)
-    axes = row_axes_of(model)
-    axes.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
-    axes.adding, axes.keeping, axes.mixing = found.adding, found.keeping(), known
-    axes.assigning = [(layer, list(variables.values())) for layer, variables in found.assigning.values()]
+    search_rows(model, "call", call)
+    layout = row_layout_of(model)
+    layout.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
 
 
-def find_row_axes_of(
-    model: keras.Model, step: str, call: Callable[[RowAxes, slice], None], will_be_checked: bool = False
+def search_rows(
+    model: keras.Model, step: str, call: Callable[[RowLayout, slice], None], will_be_checked: bool = False
 ) -> None:
-    """Finds where the rows are, by two calls. Raises as `find_row_axes`.
+    """Finds where the rows are, by two calls.
 
     Args:
         model: built and made `portable`.
-        step: see `row_axes_of`.
+        step: see `row_layout_of`.
         call: computes some of `NUM_ROWS` rows, and asks where the rows are.
-        will_be_checked: whether a wrong answer will be found, so that an uncertain one will do.
+        will_be_checked: see `RowSearch`.
     """
-    found, whole = RowAxes(), Whole()
-    call(whole, slice(0, NUM_ROWS))
-    call(_Shard(whole, found, will_be_checked), SHARD)
-    _found.put(model, (_found.get(model) or {}) | {step: (all_layers(model), found)})
+    search = RowSearch(will_be_checked)
+    call(search, slice(0, NUM_ROWS))
+    search.is_whole = False
+    call(search, SHARD)
+    _found.put(model, (_found.get(model) or {}) | {step: (all_layers(model), search.found)})
 
 
 @contextlib.contextmanager
-def trial(model: keras.Model, axes: RowAxes, rows: slice, found: Found | None = None) -> Iterator[ReplicaContext]:
-    """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged.
-
-    `found`: see `ReplicaContext`. None: these are the rows of a micro-batch.
-    """
-    context = trial_context(axes, rows, found=found, is_micro_batch=found is None)
-    hook_layers()
+def trial(model: keras.Model, layout: RowLayout, rows: slice, is_micro_batch: bool = False) -> Iterator[ReplicaContext]:
+    """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged."""
+    context = trial_context(layout, rows, is_micro_batch=is_micro_batch)
     # No draws but those that layers make portable.
-    with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)) as scope:
-        if found is not None:
-            found.scope = scope
+    with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)):
         yield context
 
 
@@ -296,16 +270,16 @@ def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterat
         ) from error
 
 
-def trial_context(axes: RowAxes, rows: slice, **fields: Any) -> ReplicaContext:
-    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are, with these fields."""
-    num_rows = rows.stop - rows.start
+def trial_context(layout: RowLayout, rows: slice, **fields: Any) -> ReplicaContext:
+    """Returns the context in which some of `NUM_ROWS` rows ask `layout` where the rows are, with these fields."""
+    num_rows = _rows_in(rows)
     return ReplicaContext(
         num_replicas=NUM_ROWS // num_rows,
         num_rows=num_rows,
         rows=num_rows,
         first_row=rows.start,
         total_rows=NUM_ROWS,
-        row_axes=axes,
+        row_layout=layout,
         is_trial=True,
         **fields,
     )

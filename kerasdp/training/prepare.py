@@ -1,7 +1,6 @@
 """Prepares a model for the devices before its first step."""
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ import keras
 from kerasdp.checkpoint.names import names_in
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch, Reader
-from kerasdp.errors import UserError, addressed
+from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, living_variables
 from kerasdp.keras_compat.models import (
     as_keras_gives,
@@ -27,20 +26,22 @@ from kerasdp.keras_compat.models import (
 )
 from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
-from kerasdp.same.portable import batch_norms, portable
+from kerasdp.same.portable import portable
 from kerasdp.sharding import bytes_of_number
 from kerasdp.step.contract import Strategy
 from kerasdp.step.custom_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
-from kerasdp.step.global_batch import NUM_ROWS as NUM_ROWS_TRIED
-from kerasdp.step.global_batch import is_loss_of_keras, reasons_to_gather, state_of_losses
+from kerasdp.step.global_batch import (
+    is_loss_of_keras,
+    reasons_to_gather_for_loss,
+    reasons_to_gather_for_metrics,
+    state_of_losses,
+)
 from kerasdp.step.replica import all_variables, require_known_weights
-from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
+from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_layout, is_known, row_layout_of
 from kerasdp.training.data_checks import check_data
 
 # What `compile` had made of a model when it was said what its losses and metrics cost.
 _said_of: ModelCache[tuple[Any, Any]] = ModelCache()
-# Likewise, where no loss was found to keep a variable.
-_keeps_nothing: ModelCache[tuple[Any, Any]] = ModelCache()
 
 
 class MadeBefore:
@@ -88,7 +89,7 @@ def prepare(
         raise UserError(f"{model.name} is not compiled: call model.compile(...) first")
     with scope():
         symbols = symbols_of((batch.inputs, batch.targets, batch.sample_weight), len(batch.indices))
-        _build(model, symbols, config, strategy, with_targets)
+        _build(model, symbols, with_targets)
         if with_targets:
             check_data(model, reader, batch)
     if step == "train_step":
@@ -96,10 +97,6 @@ def prepare(
     require_known_weights(model)
     with scope():  # a seed generator that a layer gets is a variable on each device
         portable(model, config.batch_norm)
-    if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
-        # Shown at the user's call of `fit`, `evaluate` or `predict`.
-        text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
-        warnings.warn(addressed(text), stacklevel=4)
     find_rows(model, reader, config, strategy, step)
     if with_targets:
         _refuse_state_of_losses(model, reader, symbols[0], config, strategy)
@@ -119,13 +116,17 @@ def _refuse_to_train(model: keras.Model, config: Config) -> None:
         )
     if config.accumulate > 1:
         refuse_next_values(model, "--accumulate", "leave it out")
-    for name in ("train_step", "compute_loss") if config.accumulate > 1 else ():
-        if getattr(type(model), name) is not getattr(keras.Model, name):
+        for name in ("train_step", "compute_loss"):
+            if getattr(type(model), name) is not getattr(keras.Model, name):
+                raise UserError(
+                    f"--accumulate: the {name} of {type(model).__name__} is user-defined, and so may need the whole "
+                    "batch at once; leave it out"
+                )
+        for reason in reasons_to_gather_for_metrics(model):
             raise UserError(
-                f"--accumulate: the {name} of {type(model).__name__} is user-defined, and so may need the whole batch "
-                "at once; leave it out"
+                f"--accumulate: {reason} may need the whole batch at once; leave it out, or, where the variables of a "
+                "metric are sums over the samples, declare it with kerasdp.per_sample"
             )
-    _refuse_lost_statistics(model, config)
 
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
@@ -142,15 +143,15 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             will_be_checked = step == "train_step" and config.check != "off"
             find_rows_of_step(model, step, data, strategy, will_be_checked)
     elif not is_known(model):
-        find_row_axes(model, reader.sample(NUM_ROWS)[0])
-        axes = row_axes_of(model)
-        for layer, variables in axes.assigning if config.has_micro_batches else ():
+        find_row_layout(model, reader.sample(NUM_ROWS)[0])
+        layout = row_layout_of(model)
+        for layer, variables in layout.assigning.values() if config.has_micro_batches else ():
             raise UserError(
                 f"layer {layer.name} assigns to {variables[0].path} in its call, which here sees one micro-batch "
                 "after the other: train with --strategy=data and without --accumulate"
             )
-        called = {layer.name: "assigns to a variable" for layer, _ in axes.assigning if id(layer) in axes.keeping}
-        called |= {layer.name: "adds a loss" for layer in axes.adding.values()}
+        called = {layer.name: "assigns to a variable" for layer, _ in layout.assigning.values() if layout.keeps(layer)}
+        called |= {layer.name: "adds a loss" for layer in layout.adding.values()}
         if called and strategy.splits_batches and strategy.processes.rank == 0:
             name, reason = next(iter(called.items()))
             others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
@@ -162,11 +163,11 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
 
 def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) -> None:
     """Says what it costs where a loss or a metric is not known to be a sum over the samples."""
-    symbols, compiled = row_axes_of(model).outputs, made_by_compile(model)
+    symbols, compiled = row_layout_of(model).outputs, made_by_compile(model)
     if symbols is None or _said_of.get(model) == compiled or not strategy.splits_batches:
         return
     _said_of.put(model, compiled)
-    reasons = reasons_to_gather(model)
+    reasons = reasons_to_gather_for_loss(model) + reasons_to_gather_for_metrics(model)
     if reasons and strategy.processes.rank == 0:
         num_bytes = len(batch.indices) * bytes_of_row(symbols)
         report.warn(
@@ -201,48 +202,33 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
             )
 
 
-def _refuse_lost_statistics(model: keras.Model, config: Config) -> None:
-    """Raises `UserError` for layers that change in a forward pass of training what would not be kept as it should."""
-    for layer in all_layers(model) if config.backend == "jax" else ():
-        if isinstance(layer, keras.layers.SpectralNormalization):
-            # Where variables are values, the gradient would go through what is assigned: see `require_leaves`.
-            raise UserError(
-                f"layer {layer.name}: SpectralNormalization changes its layer's kernel in each call, and jax would "
-                "take another gradient; train it with --backend=torch or --backend=tensorflow"
-            )
-
-
 def _refuse_state_of_losses(
     model: keras.Model, reader: Reader, inputs: Any, config: Config, strategy: Strategy
 ) -> None:
     """Raises `UserError` for a loss that keeps a variable, which Keras knows nothing of, where it would be lost."""
-    compiled = made_by_compile(model)
-    if _keeps_nothing.get(model) == compiled or all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
+    if all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
         return
     is_alone = strategy.num_replicas == strategy.processes.num_processes == 1
     if config.backend != "jax" and is_alone and not config.keeps_checkpoints:
         return
-    outputs = row_axes_of(model).outputs
+    outputs = row_layout_of(model).outputs
     outputs = model.compute_output_spec(inputs) if outputs is None else outputs
-    for variable in state_of_losses(model, reader.sample(NUM_ROWS_TRIED)[1], outputs):
+    for variable in state_of_losses(model, reader.sample(NUM_ROWS)[1], outputs):
         raise UserError(
             f"a loss of {model.name} assigns to the variable {variable.path}, which is in no checkpoint, and which "
             "several devices, or jax, would lose: keep it in a layer of the model that calls add_loss, or train on one "
             "device with --backend=torch or --backend=tensorflow and --checkpoint_every=never"
         )
-    _keeps_nothing.put(model, compiled)
 
 
-def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy, with_targets: bool) -> None:
-    stateful = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
-    for layer in stateful:
-        _require_that_state_is_kept(layer, config, strategy)
-    if not all(layer.built for layer in stateful):
-        # Keras (3.15) builds models in a stateless scope, in which such a layer cannot make its state; only a call on
-        # numbers does. Their rows are those of a batch.
-        model(keras.tree.map_structure(lambda symbol: keras.ops.zeros(symbol.shape, symbol.dtype), symbols[0]))
-        for layer in stateful:
-            layer.reset_state()
+def _build(model: keras.Model, symbols: Any, with_targets: bool) -> None:
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise UserError(
+                f"layer {layer.name} is stateful, whose state Keras does not keep from one batch to the next with "
+                "--backend=jax, cannot take gradients of with --backend=torch, and which no checkpoint holds: leave "
+                "out stateful=True"
+            )
     if not has_call(model):  # its parts are built by themselves, and only its own steps know how they are used
         if with_targets and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -252,23 +238,6 @@ def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy,
     elif not all(layer.built for layer in all_layers(model)):
         # Not `build`, which may leave the layers within a subclassed model as they are.
         model(symbols[0])
-
-
-def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strategy: Strategy) -> None:
-    """Raises `UserError` where a state that goes from one batch to the next would be lost, or would mean another."""
-    way_out = "train on one device with --backend=tensorflow"
-    if config.backend == "jax":
-        reason = "whose state Keras does not keep from one batch to the next with --backend=jax"
-    elif config.backend == "torch" and not isinstance(layer, keras.layers.SimpleRNN):
-        reason = "whose gradients Keras cannot take with --backend=torch"
-    elif strategy.splits_batches or config.has_micro_batches:
-        reason = "whose state has a row for each sample of a batch, which is split here"
-    elif config.keeps_checkpoints:
-        reason = "whose state is in no checkpoint, so that a resumed run would differ"
-        way_out = "add --checkpoint_every=never"
-    else:
-        return
-    raise UserError(f"layer {layer.name} is stateful, {reason}: leave out stateful=True, or {way_out}")
 
 
 def bytes_of_row(symbols: Any) -> int:

@@ -34,7 +34,7 @@ from kerasdp.same import initial_weights
 from kerasdp.same.layer_calls import hook_layers
 from kerasdp.step.check import check_first_step
 from kerasdp.step.contract import Strategy
-from kerasdp.step.row_search import row_axes_of
+from kerasdp.step.row_search import row_layout_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.custom_loop import CustomLoop, LoopBatch, SavedParts, Step
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
@@ -288,7 +288,7 @@ class Runner:
             )
         with self.model_steps.running(model, evaluated) as functions:
             with_loss = step == "test_step"
-            if ("loss" if with_loss else "outputs") not in row_axes_of(model).checked and not own_steps(model):
+            if ("loss" if with_loss else "outputs") not in row_layout_of(model).checked and not own_steps(model):
                 with watchdog.current.compiling():
                     check_first_step(model, self.config, self.strategy, reader, with_loss=with_loss)
             with open_feed(self.strategy, reader) as feed:

@@ -17,7 +17,8 @@ def trained(backend, cases):
         groups = [[place for place in order if counts[place] == count] for count in sorted(set(counts))]
     results = {}
     for places in groups:
-        given = json.dumps([{"backend": backend, "precision": "float64"} | cases[place] for place in places])
+        common = {"backend": backend, "precision": "float64", "adds_up": True}
+        given = json.dumps([common | cases[place] for place in places])
         # With --compile=on a graph of three micro-batches takes minutes to compile.
         done = run(PROGRAMS / "small_nets.py", given, backend=backend, OMP_NUM_THREADS="1", timeout=900)
         results |= dict(zip(places, result_of(done), strict=True))
@@ -41,9 +42,13 @@ def test_it_learns_as_with_the_whole_batch(backend):
         {"net": "random", "accumulate": 3, "loss": "squares"},
         {"net": "random", "accumulate": 3, "loss": "dice"},
         {"net": "random", "accumulate": 3, "loss": "against_mean"},
+        {"net": "random", "accumulate": 3, "adds_up": False},
         {"net": "random"},
     ]
-    *results, refused, also_refused, whole = trained(backend, cases)
+    *results, refused, also_refused, refused_for_metric, whole = trained(backend, cases)
+    assert refused_for_metric.startswith(
+        "accumulate: the metric maximum (not known to add up) may need the whole batch"
+    )
     for received, case in zip(results, cases, strict=False):
         assert_taught_alike(received, whole, case)
     for loss, error in (("dice", refused), ("against_mean", also_refused)):

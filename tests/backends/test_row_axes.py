@@ -4,9 +4,10 @@ import functools
 
 from tests.helpers import PROGRAMS, all_but, assert_same, each_way, result_of, run
 
-QUICK = ("table", "windows", "time first", "noise without a seed", "mix", "ragged")
-OTHERS = ("views", "time distributed", "activity", "time first outputs", "noise of a fixed seed")
-REFUSED = ("hidden noise without a seed", "mix of operations", "draws past Keras", "threes")
+QUICK = ("table", "windows", "noise without a seed", "mix", "ragged")
+OTHERS = ("views", "time distributed", "activity", "noise of a fixed seed")
+ELSEWHERE = ("time first", "time first outputs")
+REFUSED = ("hidden noise without a seed", "mix of operations", "draws past Keras", "threes", *ELSEWHERE)
 each_backend = all_but("jax", "tensorflow")
 
 
@@ -35,9 +36,22 @@ def test_rows_are_found_wherever_they_are(backend, count, case):
 @each_backend
 def test_predictions_alone_are_those_of_the_whole_batch(backend):
     expected, received = trained("torch", 1)["predictions"], trained(backend)["predictions"]
-    assert backend == "jax" or "mixes the samples of a batch" in received.pop("mix of operations")
+    for name, words in {"mix of operations": "mixes the samples of a batch", "time first": "on axis 0"}.items():
+        assert backend == "jax" or words in received.pop(name)
     for name, rows in received.items():
         assert_same(expected[name], rows, 1e-5)
+
+
+@each_backend
+def test_rows_that_are_not_on_axis_0_are_refused_where_that_matters(backend):
+    """In draws, in statistics, and in outputs that are gathered; not in what layers do with each sample by itself."""
+    for name in ELSEWHERE:
+        received = trained(backend)[name]
+        if backend == "jax":  # one program sees the whole batch
+            assert_same(trained("torch", 1)[name], received, 1e-5)
+            continue
+        assert "expected the samples on axis 0, alone or folded with others" in received
+        assert received.endswith('or train on one device or with backend="jax"')
 
 
 @each_backend

@@ -7,6 +7,7 @@ python small_nets.py CASES: see `starting.each_case`; beside fields of kerasdp.C
     by_hand: instead of a run, micro-batches one after another in a plain loop, of "norms"
     loss: another loss for "random". "squares" is the same loss, user-defined. "sum" is a sum over the rows, without
         weights. "dice" and "against_mean" need the whole batch: the run fails, and the result is its error
+    adds_up: whether all metrics of "random" are sums over the rows
 """
 
 import numpy as np
@@ -71,7 +72,7 @@ def subclassed(keras):
     return Own()
 
 
-def train(runner, net, rule="sgd", by_hand=False, loss=None):
+def train(runner, net, rule="sgd", by_hand=False, loss=None, adds_up=False):
     import keras
 
     with runner.scope():
@@ -80,13 +81,15 @@ def train(runner, net, rule="sgd", by_hand=False, loss=None):
         clipnorm = None if net == "norms" else 0.5
         sgd = keras.optimizers.SGD(0.02, momentum=0.9, global_clipnorm=clipnorm)
         optimizer = keras.optimizers.Adam(0.003) if rule == "adam" else sgd
-    job = with_batch_norm if net == "norms" else with_random_layers
-    found = job(runner, model, optimizer, by_hand if net == "norms" else loss)
+    if net == "norms":
+        found = with_batch_norm(runner, model, optimizer, by_hand)
+    else:
+        found = with_random_layers(runner, model, optimizer, loss, adds_up)
     weights = [keras.ops.convert_to_numpy(weight).astype("float64").flatten().tolist() for weight in model.weights]
     return found | {"weights": weights}
 
 
-def with_random_layers(runner, model, optimizer, loss):
+def with_random_layers(runner, model, optimizer, loss, adds_up):
     """36 samples in batches of 16, which is not the size of the run: the last one has 4."""
     import keras
     from learn_classes import MaximumLogit, fitted
@@ -102,7 +105,7 @@ def with_random_layers(runner, model, optimizer, loss):
         model.compile(
             optimizer,
             {"kind": kind_loss, "size": own.get(loss, loss or "mse")},
-            metrics={"kind": ["accuracy", MaximumLogit()]},
+            metrics={"kind": ["accuracy"] if adds_up else ["accuracy", MaximumLogit()]},
             weighted_metrics={"size": "mae"},
         )
     x, y = X.astype("uint8"), {"kind": KINDS, "size": KINDS[:, None].astype("float64")}

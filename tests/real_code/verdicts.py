@@ -18,7 +18,7 @@ REASONS: dict[str, str] = {
     "of transposing it, so that a row gets the masks of others.",
     "mixes the samples of a batch": "Its outputs compare each row with each other: a device has its own rows only.",
     "computes something else for some samples": "What it gives for a row depends on the other rows of the batch.",
-    "SpectralNormalization changes": "On jax, the gradient would go through what a call assigns to trainable weights.",
+    "which is trained, in its call": "On jax, the gradient would go through what a call assigns to trainable weights.",
 }
 
 

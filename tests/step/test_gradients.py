@@ -1,4 +1,4 @@
-"""`kerasdp.value_and_grad` gives the same on each backend; `portable_step` lets Keras alone train with it."""
+"""`kerasdp.value_and_grad` gives the same on each backend."""
 
 import numpy as np
 import pytest
@@ -26,13 +26,3 @@ def test_gradients(backend):
     assert received["structure"][1] is None and received["structure"][2] > 0 and received["stopped"] == [None]
     assert None in received["penalty"] and len(received["errors"]) == len(WORDS)
     assert all(words in error for words, error in zip(WORDS, received["errors"], strict=True))
-
-
-@pytest.mark.short("torch")
-def test_keras_alone_trains_a_portable_step(backend):
-    """On jax the decorator finds what Keras would forget."""
-    received, expected = (results("portable_step.py", name) for name in (backend, BACKENDS[0]))
-    np.testing.assert_allclose(received["losses"], expected["losses"], rtol=1e-5)
-    np.testing.assert_allclose(received["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5)
-    assert received["losses"][-1] < 0.6 * received["losses"][0] and received["steps"] == 16
-    assert ("is no variable of the model, so that jax would forget it" in received["forgotten"]) == (backend == "jax")

@@ -10,7 +10,7 @@ import kerasdp
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import output_losses
 from kerasdp.step.global_batch import BY_ROWS, adds_up, is_by_rows, shares_of
-from tests.same import test_global_batch
+from tests.step import test_global_batch
 from tests.step.test_global_batch import NUMBERS, ONE_HOT, OUTPUTS, ROWS, Identity, Largest, declared, per_row
 
 CLASSES = test_global_batch.CLASSES[:, None]

@@ -119,7 +119,6 @@ REFUSED = {
     "condition": TRIAL.format("condition"),
     "other_framework": "the step other_framework ",
     "gradient_of_integers": "expected floating-point numbers. Received: variable, of int32",
-    "not_called": "expected a call of what it returns, which is a function of the arguments of <lambda>",
     "masked_mean": "must be that of all devices, by kerasdp.all_rows",
     "text": "a step returns tensors. Received: 'done'",
     "integers": "Say what else it is by returns=, as 'same', 'sum' or 'rows'",

@@ -328,14 +328,14 @@ class WholeBatch(Replica):
 
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
         """See `Replica`."""
-        from kerasdp.step.row_search import row_axes_of
+        from kerasdp.step.row_search import row_layout_of
 
         if one.total_rows is None:
             return self._context
-        num_rows, axes = len(one.batch.indices), row_axes_of(self.model)
+        num_rows, axes = len(one.batch.indices), row_layout_of(self.model)
         return dataclasses.replace(
             self._context or ReplicaContext(num_replicas=1), num_rows=num_rows, rows=num_rows,
-            first_row=one.replicas[0].first, total_rows=one.total_rows, row_axes=axes, is_micro_batch=True,
+            first_row=one.replicas[0].first, total_rows=one.total_rows, row_layout=axes, is_micro_batch=True,
             calling=[], regularized={}, _calls={},
         )  # fmt: skip
 
@@ -401,9 +401,7 @@ class WholeBatch(Replica):
         carry: Any = self._layout.cut([jnp.zeros_like(current_value(weight)) for weight in weights]), begun
         numbered = jnp.arange(len(full), dtype="int32"), stacked
         carry, each = jax.lax.scan(step, carry, numbered, unroll=self._writes_loops_out)
-        kept = [jax.tree.map(operator.itemgetter(number), data) for number in range(len(full)) for data in each.kept]
-        shared, known = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), (each.shared, each.known))
-        sums = Sums(shared, known, kept)
+        sums = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), each)
         for one in passes[len(full) :]:
             carry, left = run(carry, one)
             sums = added(sums, left)
