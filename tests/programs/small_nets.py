@@ -44,7 +44,7 @@ def norms(keras):
 
 
 def random(keras):
-    """Models in a model, each of which is cut."""
+    """Models in a model."""
     layers = keras.layers
     tensor = keras.Input((12, 12, 3))
     x = layers.Rescaling(1 / 255)(tensor)
