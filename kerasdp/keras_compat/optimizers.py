@@ -2,16 +2,13 @@
 
 import contextlib
 import functools
-import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
-from kerasdp.keras_compat.layers import with_shapes
 from kerasdp.keras_compat.patches import in_place_of, replaced, replaced_in_each, wrapped
 
 
@@ -154,46 +151,6 @@ def updating_parts(
         odd = lambda gradients: ops.cast(ops.logical_not(check(gradients)), "float32")  # noqa: E731
         changes.append((optimizer, {"check_finite": lambda gradients: ops.equal(add_up(odd(gradients)), 0.0)}))
     return replaced_in_each(changes)
-
-
-def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of: Callable[[Any], Any]) -> bool:
-    """Returns whether a built optimizer makes of a part of a weight what it makes of that part within the whole.
-
-    Found by trying, on torch, with made numbers and without clipping by norms; nothing changes. Keras
-    3.15: `_get_current_learning_rate`, of a fixed rate or a schedule; no public way to give another.
-
-    Args:
-        optimizer: not one that scales the loss.
-        weight: that it was built for, at least of rank 1.
-        slots: what it keeps for the weight.
-        part_of: gives the part of a tensor of the weight's shape.
-    """
-    if any(math.prod(slot.shape) > 1 and tuple(slot.shape) != tuple(weight.shape) for slot in slots):
-        return False
-    like_weight = [weight, *(slot for slot in slots if tuple(slot.shape) == tuple(weight.shape))]
-    numbers = ops.reshape(ops.arange(math.prod(weight.shape), dtype=weight.dtype), weight.shape)
-    # Along each axis they grow, or a part would be as large as the whole in the mean.
-    growing = 1.0 + sum(
-        ops.reshape(ops.arange(size, dtype=weight.dtype) / size, [-1] + [1] * (len(weight.shape) - axis - 1))
-        for axis, size in enumerate(weight.shape)
-    )
-    rate = ops.convert_to_tensor(0.1, "float32")  # whatever its own is: what it changes must be seen
-
-    def updated(part: Callable[[Any], Any]) -> Any:
-        held = [(slot, part(ops.convert_to_tensor(slot))) for slot in like_weight[1:]]
-        values = [(weight, part(ops.cos(numbers) * growing)), *held]
-        with (
-            replaced(optimizer, clipnorm=None, global_clipnorm=None, gradient_accumulation_steps=None, use_ema=False),
-            replaced(optimizer, _get_current_learning_rate=lambda: rate),
-            updating_one_by_one(optimizer),
-            with_shapes((variable, value.shape) for variable, value in values),
-            keras.StatelessScope(values) as scope,
-        ):
-            optimizer.apply([part(ops.sin(numbers) * growing)], [weight])
-            return ops.convert_to_numpy(scope.get_current_value(weight))
-
-    whole, own = ops.convert_to_numpy(part_of(ops.convert_to_tensor(updated(lambda value: value)))), updated(part_of)
-    return bool(np.allclose(whole, own, rtol=1e-4, atol=1e-5))
 
 
 def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:

@@ -482,7 +482,7 @@ class GradientBuckets:
         self.buckets[is_cut] = []
         if is_cut and self.parts is not None:
             axes = [self.parts.axes[key] for key in keys]
-            take = self.parts.average(tensors, axes, tensors[0].dtype).take
+            take = self.parts.average(tensors, axes, tensors[0].dtype)
         else:
             take = functools.partial(_sums, all_reduce_async(torch.cat([one.reshape(-1) for one in tensors])), tensors)
         self.sent.append((keys, take))
