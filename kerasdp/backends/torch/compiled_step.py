@@ -55,8 +55,6 @@ from kerasdp.step.replica import (
 
 # Batches of many shapes (texts, say) would be compiled forever.
 _MOST_GRAPHS = 8
-# What is done with the batches that a step takes, for messages.
-_DONE = {"train": "trained", "test": "evaluated", "predict": "predicted"}
 
 
 class CompiledStep(abc.ABC):
@@ -73,7 +71,7 @@ class CompiledStep(abc.ABC):
         from kerasdp.keras_compat.layers import raw_value
 
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
-        self.parts, self.model = parts, steps.model
+        self.parts, self.model, self.weights = parts, steps.model, TrainedWeights(steps.model)
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [raw_value(variable).detach() for variable in variables]
         if strategy.is_gpu:
@@ -89,8 +87,8 @@ class CompiledStep(abc.ABC):
         """
 
     def kind(self) -> Any:
-        """Returns what else a graph is made for than a kind of batch; hashable."""
-        return None
+        """Returns which weights are trained: on torch Keras freezes a layer at once, with or without `compile`."""
+        return self.weights.key() if self.name == "train" else None
 
     def uncompiled(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
         """Runs the step operation by operation."""
@@ -178,7 +176,7 @@ class CompiledStep(abc.ABC):
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         if self.strategy.processes.rank == 0:
-            report.warn(f"{reason}: {_DONE[self.name]} without --compile, which is slower")
+            report.warn(f"{reason}: {self.name} runs without --compile, which is slower")
 
     def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
         import keras
@@ -222,11 +220,6 @@ class CompiledTraining(CompiledStep):
 
     def __init__(self, strategy: Any, steps: RankSteps, parts: Any = None):
         super().__init__(strategy, steps, "train", all_variables(steps.model), parts)
-        self.weights = TrainedWeights(steps.model)
-
-    def kind(self) -> Any:
-        """Returns which weights are trained: on torch Keras freezes a layer at once, with or without `compile`."""
-        return self.weights.key()
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
@@ -325,12 +318,7 @@ class CompiledOwnStep(CompiledStep):
 
     def __init__(self, strategy: Any, steps: RankSteps):
         super().__init__(strategy, steps, "train", variables_of_own_step(steps.model))
-        self.weights = TrainedWeights(steps.model)
         self.optimizers = optimizers_of(steps.model)
-
-    def kind(self) -> Any:
-        """See `CompiledTraining`."""
-        return self.weights.key()
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
