@@ -200,17 +200,11 @@ def _row_axes_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext, 
 
 
 def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) -> Any:
-    """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device.
-
-    In a pipeline nothing: there it goes into `ReplicaContext.penalties`, of which each stage has its own.
-    """
+    """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device."""
     axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
     whole, rows = context.whole(output, axis), output.shape[0]
     penalty = layer.activity_regularizer(whole) / whole.shape[0]  # by the samples, as Keras does
-    if context.penalties is None:
-        return ops.divide_no_nan(penalty * rows, ops.cast(rows, penalty.dtype))
-    context.penalties.append(penalty)
-    return ops.zeros(())
+    return ops.divide_no_nan(penalty * rows, ops.cast(rows, penalty.dtype))
 
 
 def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, loss: Any) -> None:

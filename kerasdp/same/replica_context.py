@@ -161,8 +161,6 @@ class ReplicaContext:
         weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
             whole micro-batch, without padding, that one program computes.
-        penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss. None:
-            there is no pipeline.
         found: takes what layers add and assign in a trial; None outside of one.
         is_own_step: whether this is a user-defined step, whose losses are its own affair.
         is_whole: whether this is the call of a layer on the global batch.
@@ -184,7 +182,6 @@ class ReplicaContext:
     gather: Callable[[Any], Any] | None = None
     weight: float = 1.0
     gather_rows: Callable[[Any], Any] | None = None
-    penalties: list[Any] | None = None
     found: Any = None
     is_own_step: bool = False
     is_whole: bool = False
@@ -238,7 +235,6 @@ class ReplicaContext:
         """Returns the context in which a layer is computed again: as it is now, and nothing comes into this one."""
         return dataclasses.replace(
             self,
-            penalties=None if self.penalties is None else [],
             calling=[*self.calling],
             regularized={},
             moving=None if self.moving is None else [],

@@ -11,7 +11,7 @@ import numpy as np
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import has_mask
+from kerasdp.keras_compat.layers import all_layers, has_mask
 from kerasdp.keras_compat.models import as_functional, calls, inputs_structure, outputs_structure
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.reporting.report import in_columns
@@ -261,6 +261,12 @@ def packed_outputs(model: keras.Model, outputs: list[Any]) -> Any:
 
 
 def _check(model: keras.Model) -> None:
+    for layer in all_layers(model):
+        if layer.activity_regularizer is not None:
+            raise UserError(
+                f"a pipeline: layer {layer.name} has an activity regularizer, which looks at the whole batch; use "
+                "--strategy=data"
+            )
     for tensor in functional(model).inputs:
         if None in tensor.shape[1:]:
             raise UserError(

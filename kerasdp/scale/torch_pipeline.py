@@ -129,7 +129,6 @@ class Pipeline:
     step: "PipelineStep"
 
     def __init__(self, model: Any, strategy: PipelineParallel):
-        from kerasdp.keras_compat.layers import all_layers
         from kerasdp.scale.pipeline import functional, rows_of_micro_batch, stages_of
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
@@ -141,9 +140,7 @@ class Pipeline:
         self.number, self.num_stages = dist.get_rank(), dist.get_world_size()
         self.has_last = self.number == self.num_stages - 1
         self.module = StageModule(self, self.stages[self.number])
-        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights) or any(
-            layer.activity_regularizer is not None for layer in all_layers(model)
-        )
+        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights)
         # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
@@ -166,14 +163,12 @@ class Pipeline:
         self._run(batch, training=True)
         step, stage = self.step, self.stages[self.number].model
         weights = stage.trainable_variables
-        penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
-        of_weights = weight_penalties(stage)
-        if of_weights:
-            (sum(of_weights) * step.scale).backward()
-            penalty = penalty + sum(of_weights).detach()
+        penalty = sum(weight_penalties(stage), torch.zeros((), device=self.strategy.device))
+        if penalty.requires_grad:
+            (penalty * step.scale).backward()
         with torch.no_grad():
             rate = learning_rate(self.model.optimizer)
-            total_penalty = self._update(weights, penalty)
+            total_penalty = self._update(weights, penalty.detach())
             loss, logs = self._measure(batch, self._outputs(), total_penalty)
             return loss, rate, logs
 
@@ -182,8 +177,7 @@ class Pipeline:
         from kerasdp.keras_compat.layers import weight_penalties
 
         outputs = self.predict_step(batch)
-        penalties = weight_penalties(self.stages[self.number].model) + self.step.penalties
-        penalty = sum(penalties, torch.zeros((), device=self.strategy.device))
+        penalty = sum(weight_penalties(self.stages[self.number].model), torch.zeros((), device=self.strategy.device))
         (total,) = _sum_over_stages([penalty]) if self.has_penalties else (penalty,)
         return self._measure(batch, outputs, total)[1]
 
@@ -365,7 +359,6 @@ class PipelineStep:
     Attributes:
         micro_batches: the rows of each in the global batch.
         scale: of a LossScaleOptimizer.
-        penalties: of this stage's activities, one a micro-batch.
         outputs: of the last stage, by the number of the micro-batch, without padding.
     """
 
@@ -378,7 +371,6 @@ class PipelineStep:
         self.micro_batches: list[ReplicaRows] = [rows for (rows,) in Split(1, pipeline.size).micro_batches(num_rows)]
         one = torch.ones((), device=pipeline.strategy.device)
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
-        self.penalties: list[torch.Tensor] = []
         self.seeds = [(seed, seed.value.clone()) for seed in seed_variables(pipeline.stages[pipeline.number].model)]
         self.outputs: dict[int, list[torch.Tensor]] = {}
         self._shares = [1.0]  # of each micro-batch in the loss
@@ -402,7 +394,6 @@ class PipelineStep:
             gather=alone,
             gather_rows=lambda own: own[: rows.num_rows * (len(own) // size)],
             is_micro_batch=True,
-            penalties=[],
         )
 
     def loss(self, outputs: Any, number: int) -> torch.Tensor:
@@ -423,19 +414,6 @@ class PipelineStep:
         return loss * self.scale * self._shares[number]  # the scale is float32, the share not
 
 
-class _WithPenalty(torch.autograd.Function):
-    """Returns the outputs; in the backward pass a penalty gets its gradient, too."""
-
-    @staticmethod
-    def forward(ctx: Any, scale: torch.Tensor, penalty: torch.Tensor, *outputs: torch.Tensor) -> tuple[Any, ...]:
-        ctx.scale = scale.to(penalty.dtype)
-        return tuple(output.view_as(output) for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, ctx.scale, *gradients
-
-
 class StageModule(torch.nn.Module):
     """Wraps a stage in a module that takes a micro-batch's tensors."""
 
@@ -447,17 +425,12 @@ class StageModule(torch.nn.Module):
         """Computes the outputs of the stage, for a micro-batch of this number."""
         step = self.pipeline.step
         rows = step.micro_batches[int(number)]
-        context = step.context(rows)
         if step.training:
             restart_seeds(step.seeds)
-        with use(context):
+        with use(step.context(rows)):
             outputs = self.stage(list(inputs), training=step.training)
         # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
         outputs = [output.contiguous() for output in outputs]
-        if context.penalties:
-            penalty = sum(context.penalties) * (context.num_rows / context.total_rows)
-            step.penalties.append(penalty.detach())
-            outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))
         if self.pipeline.has_last:
             step.outputs[int(number)] = [leaf[: rows.num_rows].detach() for leaf in outputs]
         return tuple(outputs) if len(outputs) > 1 else outputs[0]

@@ -47,7 +47,7 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(rule):
 
 def test_without_batch_norm_it_is_the_whole_model():
     """Dropout, penalties, two outputs, a last batch of 4, sample weights, validation: as on one device."""
-    case = {"net": "random"}
+    case = {"net": "in stages"}
     received, refused, expected = pipelines([
         cut(2, split_size=5, **case | {"cut_at": CUT}), cut(2, **case | {"loss": "dice"}), case | {"num_devices": 1},
     ])  # fmt: skip
@@ -62,7 +62,7 @@ def test_without_batch_norm_it_is_the_whole_model():
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_in_float64_nothing_but_the_last_bits_differs(rule):
     """With shares of a batch, thirds and twelfths, that float32 rounds; norm and penalties are summed over stages."""
-    case = {"net": "random", "rule": rule, "precision": "float64", "batch_size": 24}
+    case = {"net": "in stages", "rule": rule, "precision": "float64", "batch_size": 24}
     cases = [cut(2, 3, **case | {"cut_at": CUT}), cut(3, 4, **case)]
     cases.append(cut(2, 12, **case))
     # A loss of the whole batch.

@@ -80,6 +80,10 @@ def masked():
     return keras.Model(inputs, [x, layers.Embedding(5, 3, mask_zero=True)(inputs)])
 
 
+def penalized():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(2, activity_regularizer="l2"), layers.Dense(2)])
+
+
 def float8():
     model = of_kind(keras.Model)
     model.quantize("float8")
@@ -92,6 +96,7 @@ def float8():
         (float8, "a pipeline: expected gradients that an optimizer may average. Received: dense"),
         (lambda: of_kind(OwnTrainStep), "never calls the train_step of OwnTrainStep; use --strategy=data"),
         (lambda: of_kind(OwnLoss), "never calls the compute_loss of OwnLoss; use --strategy=data"),
+        (penalized, "has an activity regularizer, which looks at the whole batch; use --strategy=data"),
         (Subclassed, "functional, or Sequential with an Input. Received: Subclassed"),
         (masked, "carry a mask, which its micro-batches would lose"),
     ],
