@@ -129,6 +129,7 @@ class Pipeline:
     step: "PipelineStep"
 
     def __init__(self, model: Any, strategy: PipelineParallel):
+        from kerasdp.keras_compat.layers import seed_variables
         from kerasdp.scale.pipeline import functional, rows_of_micro_batch, stages_of
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
@@ -140,6 +141,7 @@ class Pipeline:
         self.number, self.num_stages = dist.get_rank(), dist.get_world_size()
         self.has_last = self.number == self.num_stages - 1
         self.module = StageModule(self, self.stages[self.number])
+        self.seeds = seed_variables(self.module.model)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights)
         # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
         # to train, and so never asks the optimizer for anything, gets them from one that has.
@@ -193,10 +195,10 @@ class Pipeline:
         numbers = torch.arange(len(self.step.micro_batches))
         inputs: list[torch.Tensor] = []
         if self.number == 0:  # micro-batches have equally many rows, the last one copies of its last row
-            num_rows = len(batch.indices)
-            rows = torch.arange(len(numbers) * self.size, device=self.strategy.device).clamp(max=num_rows - 1)
-            inputs = flat_inputs(self.functional, batch.inputs)
-            inputs = inputs if len(rows) == num_rows else [leaf[rows] for leaf in inputs]
+            inputs, num_rows = flat_inputs(self.functional, batch.inputs), len(batch.indices)
+            if num_rows < len(numbers) * self.size:
+                rows = torch.arange(len(numbers) * self.size, device=self.strategy.device).clamp(max=num_rows - 1)
+                inputs = [leaf[rows] for leaf in inputs]
         target = numbers if training and self.has_last else None
         self._schedule(len(numbers)).step(*inputs, number=numbers, target=target, return_outputs=False)
 
@@ -363,7 +365,6 @@ class PipelineStep:
     """
 
     def __init__(self, pipeline: Pipeline, batch: DeviceBatch, training: bool):
-        from kerasdp.keras_compat.layers import seed_variables
         from kerasdp.step.global_batch import shares_of
 
         self.pipeline, self.batch, self.training = pipeline, batch, training
@@ -371,7 +372,7 @@ class PipelineStep:
         self.micro_batches: list[ReplicaRows] = [rows for (rows,) in Split(1, pipeline.size).micro_batches(num_rows)]
         one = torch.ones((), device=pipeline.strategy.device)
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
-        self.seeds = [(seed, seed.value.clone()) for seed in seed_variables(pipeline.stages[pipeline.number].model)]
+        self.seeds = [(seed, seed.value.clone()) for seed in pipeline.seeds]
         self.outputs: dict[int, list[torch.Tensor]] = {}
         self._shares = [1.0]  # of each micro-batch in the loss
         if training and len(self.micro_batches) > 1:

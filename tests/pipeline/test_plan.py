@@ -60,15 +60,6 @@ class OwnLoss(keras.Model):
         return super().compute_loss(*args, **kwargs)
 
 
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.layer = layers.Dense(2)
-
-    def call(self, x):
-        return self.layer(x)
-
-
 def of_kind(kind):
     inputs = keras.Input((3,))
     return kind(inputs, layers.Dense(2)(layers.Dense(2)(inputs)))
@@ -97,7 +88,6 @@ def float8():
         (lambda: of_kind(OwnTrainStep), "never calls the train_step of OwnTrainStep; use --strategy=data"),
         (lambda: of_kind(OwnLoss), "never calls the compute_loss of OwnLoss; use --strategy=data"),
         (penalized, "has an activity regularizer, which looks at the whole batch; use --strategy=data"),
-        (Subclassed, "functional, or Sequential with an Input. Received: Subclassed"),
         (masked, "carry a mask, which its micro-batches would lose"),
     ],
 )
