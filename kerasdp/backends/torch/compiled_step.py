@@ -253,8 +253,10 @@ class RankInGraph(RankSteps):
         }
         self.begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self._variables, values)]
         self._leaves = [leaves[id(variable)] for variable in self.model.trainable_weights]
-        averaged = {id(each) for each in self.model.trainable_weights if not is_next_value(each)}
-        self._buckets = GradientBuckets(self.strategy, leaves, averaged, self.parts)
+        own = {id(each) for each in self.model.trainable_weights if is_next_value(each)}
+        if self.parts is not None and self.parts.holds_weights:
+            own |= self.parts.axes.keys()  # of these the backward pass gives this process its own part of the mean
+        self._buckets = GradientBuckets(self.strategy.num_replicas, own, self.parts)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
         """See `Replica`. With one pass, gradients are sent as they come."""
@@ -418,23 +420,19 @@ _SHARED = 0
 class GradientBuckets:
     """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
-    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Any = None):
+    def __init__(self, num_replicas: int, own: set[int], parts: Any = None):
         """Takes no gradients yet.
 
         Args:
-            strategy: of the run.
-            leaves: by the `id` of their variable.
-            averaged: those of them whose gradients are averaged, by the same.
+            num_replicas: of the run.
+            own: the variables whose gradients are not averaged, by `id`.
             parts: that are averaged, if any.
         """
-        self.num_replicas, self.parts, self.has_hooks = strategy.num_replicas, parts, False
+        self.num_replicas, self.own, self.parts, self.has_hooks = num_replicas, own, parts, False
         # What waits to be sent, by the id of the variable: gradients that are cut, and all others.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
         # Of each bucket that was sent: the ids, and a function that waits for the means.
         self.sent: list[tuple[Sequence[int], Callable[[], list[torch.Tensor]]]] = []
-        # Of a weight that is held in parts, the backward pass gives this process its own of the mean.
-        self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
-        self.own |= leaves.keys() - averaged
 
     def register_hooks(self, leaves: dict[int, torch.Tensor]) -> None:
         """Hooks itself to the leaves: the next backward pass gives each gradient as soon as it has it.
