@@ -20,7 +20,7 @@ def flops_of(model: Any) -> list[float]:
 
 def _flops(call: Any) -> int:
     kernels = [weight for weight in getattr(call.operation, "weights", []) if len(weight.shape) > 1]
-    shape = [size or 1 for size in next(iter(call.outputs.values())).shape[1:]]
+    shape = [size or 1 for size in call.outputs[0].shape[1:]]
     if not kernels:
         return int(np.prod(shape))
     # Channels come last, or, where the layer says so, first.

@@ -39,14 +39,11 @@ def part_shape(shape: Sequence[int], axis: int, num_parts: int) -> tuple[int, ..
 def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
     """Returns the bytes of variables on a device, of which so many hold one part each of those that are cut."""
     return sum(
-        math.prod(variable.shape) * bytes_of_number(variable.dtype) // (num_parts if is_cut(variable, num_parts) else 1)
+        math.prod(variable.shape)
+        * bytes_of_number(variable.dtype)
+        // (1 if cut_axis(variable.shape, num_parts) is None else num_parts)
         for variable in variables
     )
-
-
-def is_cut(variable: Any, num_parts: int) -> bool:
-    """Returns whether a variable is cut into so many parts."""
-    return cut_axis(variable.shape, num_parts) is not None
 
 
 def bytes_of_number(dtype: Any) -> int:

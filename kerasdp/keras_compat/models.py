@@ -51,52 +51,6 @@ def calls(model: keras.Model) -> list[Any] | None:
     return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
 
 
-def is_called_as_keras_does(model: keras.Model) -> bool:
-    """Returns whether calling a functional or Sequential model does no more than calling its layers.
-
-    Keras 3.15: `Functional.call` and `Sequential.call`; a subclass, or one instance, may have its own.
-    """
-    if "call" in vars(model) or model.activity_regularizer is not None:
-        return False
-    base = keras.Sequential if isinstance(model, keras.Sequential) else Functional
-    return all(getattr(type(model), name) is getattr(base, name) for name in ("call", "__call__"))
-
-
-def input_conversions(model: keras.Model, given: str, expected: str) -> tuple[str, ...]:
-    """Returns the types to which a functional or Sequential model converts what it gets, one after the other.
-
-    Keras 3.15: a Sequential model first converts to its `input_dtype`, as layers do (`Layer._convert_input_args`).
-
-    Args:
-        model: that is called.
-        given: the type of the tensor that it gets.
-        expected: the type of its input.
-    """
-    found = []
-    if model._convert_input_args and model.autocast and "float" in given and given != model.input_dtype:
-        found.append(model.input_dtype)
-    if (found or [given])[-1] != expected:
-        found.append(expected)
-    return tuple(found)
-
-
-def distinct_names(operations: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which layers that share a name have others: a functional model can be made of them.
-
-    Keras 3.15: it wants each name once, since its files know layers by name. Layers of two models may share one. The
-    public `name` is not to be set. Unneeded once `keras.Model` takes layers that share a name.
-    """
-    known: dict[str, list[Any]] = {}
-    for operation in {id(operation): operation for operation in operations}.values():
-        known.setdefault(operation.name, []).append(operation)
-    return replaced_in_each(
-        (one, {"name": f"{name} ({place + 1})"})
-        for name, same in known.items()
-        for place, one in enumerate(same)
-        if place
-    )
-
-
 def inputs_structure(model: keras.Model) -> Any:
     """Returns a functional model's inputs as they were given to it: a tensor, list or dictionary.
 

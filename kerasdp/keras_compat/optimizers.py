@@ -148,18 +148,6 @@ def updating_parts(
     return replaced_in_each(changes)
 
 
-# Optimizers of Keras that make of a part of a weight what they make of that part within the whole.
-_OF_SINGLE_NUMBERS = (
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD", "ScheduleFreeAdamW"
-)  # fmt: skip
-
-
-def updates_single_numbers(optimizer: Any) -> bool:
-    """Returns whether an optimizer is one of Keras that updates each number of a weight by itself."""
-    kind = type(inner_optimizer(optimizer))
-    return is_of_keras(kind) and kind.__name__ in _OF_SINGLE_NUMBERS
-
-
 def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which all optimizers apply gradients by another method.
 

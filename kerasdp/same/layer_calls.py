@@ -35,7 +35,7 @@ def hook_layers() -> None:
 def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """Makes the call of a layer, or of another operation; `make`: what Keras does."""
     try:
-        return _make_kngiven_call(make, layer, *args, **kwargs)
+        return _make_known_call(make, layer, *args, **kwargs)
     except Exception as error:
         other = None if isinstance(error, RunError) else other_frameworks_of(_function_of(layer))
         if other is None:
@@ -71,7 +71,7 @@ def other_frameworks_of(function: Callable[..., Any]) -> str | None:
     return " and ".join(others) or None
 
 
-def _make_kngiven_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+def _make_known_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     step = current_step()
     context: ReplicaContext | None = step.replica
     is_drawing = draws_portably(layer)
@@ -154,17 +154,11 @@ def row_orders_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext,
 
 
 def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) -> Any:
-    """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device.
-
-    In a pipeline nothing: there it goes into `ReplicaContext.penalties`, of which each stage has its own.
-    """
+    """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device."""
     order = context.row_order(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
     whole, rows = context.whole(output, order), output.shape[0]
     penalty = layer.activity_regularizer(whole) / whole.shape[0]  # by the samples, as Keras does
-    if context.penalties is None:
-        return ops.divide_no_nan(penalty * rows, ops.cast(rows, penalty.dtype))
-    context.penalties.append(penalty)
-    return ops.zeros(())
+    return ops.divide_no_nan(penalty * rows, ops.cast(rows, penalty.dtype))
 
 
 def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, loss: Any) -> None:

@@ -155,8 +155,6 @@ class ReplicaContext:
         weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
             whole micro-batch, without padding, that one program computes.
-        penalties: of activities in a pipeline, which layers found on the way, to be added to the model's loss. None:
-            there is no pipeline.
         is_custom_step: whether this is a user-defined step, whose losses are its own affair.
         is_micro_batch: whether these rows are some of a micro-batch: no layer sees more than that.
         calling: the layers that are being called, the innermost one last.
@@ -176,7 +174,6 @@ class ReplicaContext:
     gather: Callable[[Any], Any] | None = None
     weight: float = 1.0
     gather_rows: Callable[[Any], Any] | None = None
-    penalties: list[Any] | None = None
     is_custom_step: bool = False
     is_micro_batch: bool = False
     calling: list[Any] = dataclasses.field(default_factory=list)
@@ -222,7 +219,6 @@ class ReplicaContext:
         """Returns the context in which a layer is computed again: as it is now, and nothing comes into this one."""
         return dataclasses.replace(
             self,
-            penalties=None if self.penalties is None else [],
             calling=[*self.calling],
             regularized={},
             moving=None if self.moving is None else [],

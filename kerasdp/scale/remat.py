@@ -72,7 +72,7 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
         if not chosen:
             raise UserError(
                 f"--remat=blocks: {model.name} has no layer that holds others with weights; name layers by a pattern, "
-                f"as --remat='{_some_name(model)}'"
+                "as --remat='dense*'"
             )
         return chosen
     patterns = [pattern.strip() for pattern in what.split(",")]
@@ -86,11 +86,6 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
                 f"{', '.join(dict.fromkeys(layer.name for layer in layers[:8]))}, ..."
             )
     return [layer for layer in layers if is_named(layer, patterns)]
-
-
-def _some_name(model: keras.Model) -> str:
-    names = [layer.name for layer in model.layers if layer.weights]
-    return names[len(names) // 2] if names else "NAME"
 
 
 def blocks_of(model: keras.Model) -> list[keras.layers.Layer]:

@@ -11,6 +11,7 @@ from torch.distributed import pipelining
 from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
+from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import Detail, ModelCache, RunState
@@ -60,6 +61,8 @@ class PipelineParallel(TorchStrategy):
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that work on all stages."""
+        from kerasdp.scale.pipeline import table
+
         pipeline, weights = self._pipeline_of(model), TrainedWeights(model)
         compiled_for = weights.key()
 
@@ -85,7 +88,7 @@ class PipelineParallel(TorchStrategy):
             train=train,
             test=evaluating(pipeline.test_step),
             predict=evaluating(pipeline.predict_step),
-            description=str(pipeline.plan),
+            description=f"{table(pipeline.stages)}\nmicro-batches of {pipeline.size}",
         )
 
     def _pipeline_of(self, model: Any) -> "Pipeline":
@@ -98,15 +101,15 @@ class PipelineParallel(TorchStrategy):
 
     def micro_batch_rows(self, model: Any, num_rows: int) -> int:
         """See `Strategy`. From now on micro-batches have the size that suits batches of `num_rows` rows."""
-        from kerasdp.scale.pipeline import with_rows
+        from kerasdp.scale.pipeline import rows_of_micro_batch
 
         pipeline = self._pipeline_of(model)
-        pipeline.plan = with_rows(pipeline.plan, self.config, num_rows)
-        return pipeline.plan.size
+        pipeline.size = rows_of_micro_batch(self.config, self.num_devices, num_rows)
+        return pipeline.size
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """See `Strategy`."""
-        return self.differing(self._pipeline_of(model).stage.model.variables)
+        return self.differing(self._pipeline_of(model).module.model.variables)
 
     def gather_variables(self, model: Any) -> None:
         """See `Strategy`."""
@@ -117,43 +120,41 @@ class Pipeline:
     """Trains a model of which this process holds a stage.
 
     Attributes:
-        plan: how model and batch are cut.
+        stages: of the model.
+        size: rows of a micro-batch.
         step: of the latest batch.
         has_trained: whether this process alone knows the weights of its stage.
     """
 
+    step: "PipelineStep"
+
     def __init__(self, model: Any, strategy: PipelineParallel):
-        from kerasdp.keras_compat.layers import all_layers
-        from kerasdp.scale.pipeline import make_plan
+        from kerasdp.keras_compat.layers import seed_variables
+        from kerasdp.scale.pipeline import functional, rows_of_micro_batch, stages_of
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
-        self._compiled_with = self._made_by_compile()
+        self._compiled_with = _made_by_compile(model)
         with strategy.scope():  # where the weights still are
-            self.plan = make_plan(model, strategy.config, strategy.num_devices)
+            self.stages = stages_of(model, strategy.config, strategy.num_devices)
+        self.functional = functional(model)
+        self.size = rows_of_micro_batch(strategy.config, len(self.stages), strategy.config.batch_size)
         self.number, self.num_stages = dist.get_rank(), dist.get_world_size()
         self.has_last = self.number == self.num_stages - 1
-        self.stage = StageModule(self, self.plan.stages[self.number], self.number)
-        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights) or any(
-            layer.activity_regularizer is not None for layer in all_layers(model)
-        )
+        self.module = StageModule(self, self.stages[self.number])
+        self.seeds = seed_variables(self.module.model)
+        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights)
         # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
         for variable in [*self.variables_of(self.number), *self.shared, *model.metrics_variables]:
             variable.value.data = variable.value.data.to(strategy.device)
-        self.step: PipelineStep
         self.has_trained = False
         self._schedules: dict[tuple[int, int, bool], Any] = {}
-
-    def _made_by_compile(self) -> tuple[Any, ...]:
-        from kerasdp.keras_compat.models import made_by_compile
-
-        return getattr(self.model, "optimizer", None), *made_by_compile(self.model)
 
     @property
     def is_stale(self) -> bool:
         """Returns whether the model was compiled again since the pipeline was made."""
-        return any(new is not old for new, old in zip(self._made_by_compile(), self._compiled_with))
+        return any(new is not old for new, old in zip(_made_by_compile(self.model), self._compiled_with))
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Trains on the global batch; returns its loss, the learning rate, and Keras' logs."""
@@ -162,16 +163,14 @@ class Pipeline:
         self.model.zero_grad()
         self.has_trained = True
         self._run(batch, training=True)
-        step = self.step
-        weights = self.stage.model.trainable_variables
-        penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
-        of_weights = weight_penalties(self.stage.model)
-        if of_weights:
-            (sum(of_weights) * step.scale).backward()
-            penalty = penalty + sum(of_weights).detach()
+        step, stage = self.step, self.stages[self.number].model
+        weights = stage.trainable_variables
+        penalty = sum(weight_penalties(stage), torch.zeros((), device=self.strategy.device))
+        if penalty.requires_grad:
+            (penalty * step.scale).backward()
         with torch.no_grad():
             rate = learning_rate(self.model.optimizer)
-            total_penalty = self._update(weights, penalty)
+            total_penalty = self._update(weights, penalty.detach())
             loss, logs = self._measure(batch, self._outputs(), total_penalty)
             return loss, rate, logs
 
@@ -180,10 +179,8 @@ class Pipeline:
         from kerasdp.keras_compat.layers import weight_penalties
 
         outputs = self.predict_step(batch)
-        penalty = sum(
-            weight_penalties(self.stage.model) + self.step.penalties, torch.zeros((), device=self.strategy.device)
-        )
-        (total,) = self._sum_over_stages([penalty]) if self.has_penalties else (penalty,)
+        penalty = sum(weight_penalties(self.stages[self.number].model), torch.zeros((), device=self.strategy.device))
+        (total,) = _sum_over_stages([penalty]) if self.has_penalties else (penalty,)
         return self._measure(batch, outputs, total)[1]
 
     def predict_step(self, batch: DeviceBatch) -> Any:
@@ -192,20 +189,18 @@ class Pipeline:
         return self._outputs()
 
     def _run(self, batch: DeviceBatch, training: bool) -> None:
-        micro_batches = self.plan.micro_batches(len(batch.indices))
-        self.step = PipelineStep(self, batch, micro_batches, training)
-        schedule = self._schedule(len(micro_batches))
-        inputs = self._padded(self.plan.inputs(batch.inputs), micro_batches) if self.number == 0 else []
-        target = torch.arange(len(micro_batches)) if training and self.has_last else None
-        schedule.step(*inputs, target=target, return_outputs=False)
+        from kerasdp.scale.pipeline import flat_inputs
 
-    def _padded(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
-        """Returns the inputs with copies of the last row, so that all micro-batches have as many rows."""
-        num_rows = len(micro_batches) * self.plan.size
-        if num_rows == micro_batches.num_rows:
-            return inputs
-        rows = torch.arange(num_rows, device=inputs[0].device).clamp(max=micro_batches.num_rows - 1)
-        return [leaf[rows] for leaf in inputs]
+        self.step = PipelineStep(self, batch, training)
+        numbers = torch.arange(len(self.step.micro_batches))
+        inputs: list[torch.Tensor] = []
+        if self.number == 0:  # micro-batches have equally many rows, the last one copies of its last row
+            inputs, num_rows = flat_inputs(self.functional, batch.inputs), len(batch.indices)
+            if num_rows < len(numbers) * self.size:
+                rows = torch.arange(len(numbers) * self.size, device=self.strategy.device).clamp(max=num_rows - 1)
+                inputs = [leaf[rows] for leaf in inputs]
+        target = numbers if training and self.has_last else None
+        self._schedule(len(numbers)).step(*inputs, number=numbers, target=target, return_outputs=False)
 
     def _schedule(self, num_micro_batches: int) -> Any:
         """Returns torch's schedule for this number of micro-batches; its buffers have a fixed size.
@@ -214,17 +209,39 @@ class Pipeline:
         fewer micro-batches than stages, all forward passes come first (GPipe).
         """
         training = self.step.training
-        key = self.plan.size, num_micro_batches, training
+        key = self.size, num_micro_batches, training
         if key not in self._schedules:
             is_early = training and num_micro_batches >= self.num_stages
             kind = pipelining.Schedule1F1B if is_early else pipelining.ScheduleGPipe
             self._schedules[key] = kind(
-                self.stage.stage(),
+                self._stage(),
                 n_microbatches=num_micro_batches,
-                loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number[0]))) if training else None,
+                loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number))) if training else None,
                 scale_grads=False,
             )
         return self._schedules[key]
+
+    def _stage(self) -> pipelining.PipelineStage:
+        """Returns torch's stage with the shapes of a micro-batch.
+
+        Without them torch (2.13) would find them by a training step on uninitialized memory, after which moving
+        statistics are NaN.
+        """
+
+        def like(tensors: list[Any]) -> tuple[torch.Tensor, ...]:
+            dtypes = [getattr(torch, tensor.dtype) for tensor in tensors]
+            return tuple(
+                torch.empty(
+                    (self.size, *one.shape[1:]), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point
+                )
+                for dtype, one in zip(dtypes, tensors)
+            )
+
+        own = self.stages[self.number].model
+        return pipelining.PipelineStage(
+            self.module, self.number, self.num_stages, self.strategy.device,
+            input_args=like(own.inputs), output_args=like(own.outputs),
+        )  # fmt: skip
 
     def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
         """Updates this process's weights; returns the penalties of all stages."""
@@ -239,7 +256,7 @@ class Pipeline:
         total_penalty = torch.zeros_like(penalty)
         if limit or is_scaled or self.has_penalties:
             squares = [(gradient / scale).square().sum() for gradient in gradients if gradient is not None]
-            total, total_penalty = self._sum_over_stages([sum(squares, torch.zeros_like(penalty)), penalty])
+            total, total_penalty = _sum_over_stages([sum(squares, torch.zeros_like(penalty)), penalty])
             if limit:
                 factor = limit / total.sqrt().clamp(min=limit)
                 gradients = [None if gradient is None else gradient * factor for gradient in gradients]
@@ -255,26 +272,21 @@ class Pipeline:
                 self._send(variable, self.idle_source)
         return total_penalty
 
-    def _sum_over_stages(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the sums over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
-        totals = torch.stack([value.double() for value in values])
-        if self.num_stages > 1:
-            dist.all_reduce(totals)
-        return totals
-
     def _outputs(self) -> Any:
         """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
+        from kerasdp.scale.pipeline import packed_outputs
+
         step, outputs = self.step, []
-        for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
+        for place, tensor in enumerate(self.stages[-1].model.outputs):
             if self.has_last:
-                leaf = torch.cat([step.outputs(number)[place] for number in range(len(step.micro_batches))])
+                leaf = torch.cat([step.outputs[number][place] for number in range(len(step.micro_batches))])
             else:
-                shape = (step.micro_batches.num_rows, *step.shapes[place])
+                shape = (len(step.batch.indices), *tensor.shape[1:])
                 leaf = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device=self.strategy.device)
             if self.num_stages > 1:
                 dist.broadcast(leaf := leaf.contiguous(), self.num_stages - 1)
             outputs.append(leaf)
-        return self.plan.outputs(outputs)
+        return packed_outputs(self.functional, outputs)
 
     def compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
         """Computes the loss that `compile` made, without penalties; zero without one."""
@@ -300,7 +312,7 @@ class Pipeline:
         if self.optimizer is None:
             return [], None
         slots = {id(slot) for slot in slots_of(self.optimizer, len(self.model.trainable_variables)).values()}
-        busy = [number for number, stage in enumerate(self.plan.stages) if stage.model.trainable_variables]
+        busy = [number for number, stage in enumerate(self.stages) if stage.model.trainable_variables]
         source = busy[0] if 0 < len(busy) < self.num_stages else None
         return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
 
@@ -308,7 +320,7 @@ class Pipeline:
         """Returns the variables of a stage, and what the optimizer keeps for each of its weights."""
         from kerasdp.keras_compat.optimizers import slots_of
 
-        weights, model = self.model.trainable_variables, self.plan.stages[number].model
+        weights, model = self.model.trainable_variables, self.stages[number].model
         slots = {} if self.optimizer is None else slots_of(self.optimizer, len(weights))
         places = {id(weight): place for place, weight in enumerate(weights)}
         own = {places[id(weight)] for weight in model.trainable_variables}
@@ -329,168 +341,97 @@ class Pipeline:
         value.copy_(copy)
 
 
-class PipelineStep:
-    """Holds what a step's micro-batches have in common."""
+def _made_by_compile(model: Any) -> tuple[Any, ...]:
+    from kerasdp.keras_compat.models import made_by_compile
 
-    def __init__(self, pipeline: Any, batch: DeviceBatch, micro_batches: Any, training: bool):
-        self.pipeline, self.batch, self.micro_batches, self.training = pipeline, batch, micro_batches, training
+    return getattr(model, "optimizer", None), *made_by_compile(model)
+
+
+def _sum_over_stages(values: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the sums over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
+    totals = torch.stack([value.double() for value in values])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(totals)
+    return totals
+
+
+class PipelineStep:
+    """Holds what a step's micro-batches have in common.
+
+    Attributes:
+        micro_batches: the rows of each in the global batch.
+        scale: of a LossScaleOptimizer.
+        outputs: of the last stage, by the number of the micro-batch, without padding.
+    """
+
+    def __init__(self, pipeline: Pipeline, batch: DeviceBatch, training: bool):
+        from kerasdp.step.global_batch import shares_of
+
+        self.pipeline, self.batch, self.training = pipeline, batch, training
+        num_rows = len(batch.indices)
+        self.micro_batches: list[ReplicaRows] = [rows for (rows,) in Split(1, pipeline.size).micro_batches(num_rows)]
         one = torch.ones((), device=pipeline.strategy.device)
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
-        self.penalties: list[torch.Tensor] = []
-        self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.plan.size)
-        self.seeds = [(seed, seed.value.clone()) for seed in pipeline.stage.seeds]
-        self._outputs: dict[int, list[torch.Tensor]] = {}
-        # Of each micro-batch in the loss.
-        self.shares: list[float] = []
-        if training:
-            self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
+        self.seeds = [(seed, seed.value.clone()) for seed in pipeline.seeds]
+        self.outputs: dict[int, list[torch.Tensor]] = {}
+        self._shares = [1.0]  # of each micro-batch in the loss
+        if training and len(self.micro_batches) > 1:
+            counts, is_weighted = [rows.num_rows for rows in self.micro_batches], batch.sample_weight is not None
+            instead = f"use --strategy=data, or --split_size={num_rows}, with which the stages work in turn"
+            self._shares = shares_of(pipeline.model, counts, is_weighted=is_weighted, instead=instead)
 
-    def context(self, number: int) -> ReplicaContext:
+    def context(self, rows: ReplicaRows) -> ReplicaContext:
         """Returns the context of the rows of a micro-batch."""
         from kerasdp.step.row_search import row_layout_of
 
-        rows, size = self.micro_batches.rows(number), self.pipeline.plan.size
-        num_rows = rows.stop - rows.start
+        size = self.pipeline.size
         return ReplicaContext(
             num_replicas=1,
-            num_rows=num_rows,
+            num_rows=rows.num_rows,
             rows=size,
-            first_row=rows.start,
+            first_row=rows.first,
             row_layout=row_layout_of(self.pipeline.model),
-            total_rows=self.micro_batches.num_rows,
+            total_rows=len(self.batch.indices),
             gather=alone,
-            gather_rows=lambda own: own[: num_rows * (len(own) // size)],
+            gather_rows=lambda own: own[: rows.num_rows * (len(own) // size)],
             is_micro_batch=True,
-            penalties=[],
         )
-
-    def add_output(self, number: int, outputs: list[torch.Tensor]) -> None:
-        """Takes what the last stage gives for a micro-batch."""
-        self._outputs[number] = [leaf.detach() for leaf in outputs]
-
-    def outputs(self, number: int) -> list[torch.Tensor]:
-        """Returns a micro-batch's outputs, without padding."""
-        return [leaf[: self.micro_batches.num_rows_of(number)] for leaf in self._outputs[number]]
 
     def loss(self, outputs: Any, number: int) -> torch.Tensor:
-        """Returns a scalar to call `backward` on, before the loss is known."""
-        return _DeferredLoss.apply(self, number, *(outputs if isinstance(outputs, tuple) else (outputs,)))
-
-    @torch.enable_grad()
-    def gradients(self, number: int) -> list[torch.Tensor]:
-        """Returns the gradients of a micro-batch's outputs."""
+        """Returns a micro-batch's share of the loss of the global batch, to be differentiated."""
         import keras
 
-        pipeline, rows = self.pipeline, self.micro_batches.rows(number)
+        from kerasdp.scale.pipeline import packed_outputs
+
+        pipeline, rows = self.pipeline, self.micro_batches[number]
         targets, weights = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else leaf[rows], (self.batch.targets, self.batch.sample_weight)
+            lambda leaf: None if leaf is None else leaf[rows.first : rows.first + rows.num_rows],
+            (self.batch.targets, self.batch.sample_weight),
         )
         batch = self.batch._replace(targets=targets, sample_weight=weights)
-        # A whole number beside the logits, the class say, has no gradient.
-        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in self.outputs(number)]
-        # The losses of several outputs are metrics, too. On a GPU this is a thread of autograd's.
-        with keras.StatelessScope(), numbers_made_on(pipeline.strategy.device):
-            loss = pipeline.compiled_loss(batch, pipeline.plan.outputs(leaves))
-            loss = loss * self.scale * self.shares[number]  # the scale is float32, the share not
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-        gradients = []
-        for leaf in leaves:
-            gradient = next(found) if leaf.requires_grad else None
-            padded = leaf.new_zeros((pipeline.plan.size, *leaf.shape[1:]))
-            if gradient is not None:
-                padded[: len(gradient)] = gradient
-            gradients.append(padded)
-        return gradients
-
-
-class _DeferredLoss(torch.autograd.Function):
-    """Computes the gradients of a step's loss in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, step: PipelineStep, number: int, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.step, ctx.number = step, number
-        return next(leaf for leaf in outputs if leaf.is_floating_point()).new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.step.gradients(ctx.number)
-
-
-class _WithPenalty(torch.autograd.Function):
-    """Returns the outputs; in the backward pass a penalty gets its gradient, too."""
-
-    @staticmethod
-    def forward(ctx: Any, scale: torch.Tensor, penalty: torch.Tensor, *outputs: torch.Tensor) -> tuple[Any, ...]:
-        ctx.scale = scale.to(penalty.dtype)
-        return tuple(output.view_as(output) for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, ctx.scale, *gradients
+        own = [leaf[: rows.num_rows] for leaf in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        with keras.StatelessScope():  # the losses of several outputs are metrics, too
+            loss = pipeline.compiled_loss(batch, packed_outputs(pipeline.functional, own))
+        return loss * self.scale * self._shares[number]  # the scale is float32, the share not
 
 
 class StageModule(torch.nn.Module):
     """Wraps a stage in a module that takes a micro-batch's tensors."""
 
-    def __init__(self, pipeline: Any, stage: Any, number: int):
-        from kerasdp.keras_compat.layers import seed_variables
-
+    def __init__(self, pipeline: Pipeline, stage: Any):
         super().__init__()
-        self.pipeline, self.keras_stage, self.model, self.number = pipeline, stage, stage.model, number
-        self.is_last = number == len(pipeline.plan.stages) - 1
-        self.seeds = seed_variables(stage.model)
-        self.micro_batch = 0
+        self.pipeline, self.stage, self.model = pipeline, stage, stage.model
 
-    def stage(self) -> "_Stage":
-        """Returns torch's stage with the shapes of a micro-batch.
-
-        Without them torch (2.13) would find them by a training step on uninitialized memory, after which moving
-        statistics are NaN.
-        """
-        size = self.pipeline.plan.size
-
-        def like(tensors: list[Any], shapes: list[Any]) -> tuple[torch.Tensor, ...]:
-            dtypes = [getattr(torch, tensor.dtype) for tensor in tensors]
-            return tuple(
-                torch.empty((size, *shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-                for dtype, shape in zip(dtypes, shapes)
-            )
-
-        stage = self.keras_stage
-        return _Stage(
-            self,
-            self.number,
-            len(self.pipeline.plan.stages),
-            self.pipeline.strategy.device,
-            input_args=like(stage.model.inputs, stage.input_shapes()),
-            output_args=like(stage.model.outputs, stage.output_shapes(size)),
-        )
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """Outputs of the stage, for the micro-batch whose number is set."""
-        step, number = self.pipeline.step, self.micro_batch
-        context = step.context(number)
+    def forward(self, *inputs: torch.Tensor, number: torch.Tensor) -> Any:
+        """Computes the outputs of the stage, for a micro-batch of this number."""
+        step = self.pipeline.step
+        rows = step.micro_batches[int(number)]
         if step.training:
             restart_seeds(step.seeds)
-        with use(context):
-            outputs = self.keras_stage(list(inputs), training=step.training)
+        with use(step.context(rows)):
+            outputs = self.stage(list(inputs), training=step.training)
         # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
         outputs = [output.contiguous() for output in outputs]
-        if context.penalties:
-            penalty = sum(context.penalties) * (context.num_rows / context.total_rows)
-            step.penalties.append(penalty.detach())
-            outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))
-        if self.is_last:
-            step.add_output(number, outputs)
+        if self.pipeline.has_last:
+            step.outputs[int(number)] = [leaf[: rows.num_rows].detach() for leaf in outputs]
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
-
-
-class _Stage(pipelining.PipelineStage):
-    """Sets the module's micro-batch."""
-
-    submod: Any
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.micro_batch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

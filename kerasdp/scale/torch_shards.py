@@ -31,6 +31,10 @@ from kerasdp.step.replica import compared_variables, held_in_words
 _MESSAGE_BYTES = 25 * 2**20
 # A message holds at most this part of all weights, or a small model would be gathered at once.
 _MESSAGES = 8
+# Optimizers of Keras (3.15) that update each number of a weight by itself.
+_BY_NUMBER = [
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD",
+]  # fmt: skip
 
 
 class Parts:
@@ -125,25 +129,24 @@ class Parts:
         Raises:
             UserError: if the optimizer cannot update parts.
         """
-        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_single_numbers
+        from kerasdp.keras_compat.layers import is_of_keras
+        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight
 
         found = self.cut_weights[:] if self.holds_weights else []
         if self._optimizer is None:
             return found
         optimizer = inner_optimizer(self._optimizer)
-        of_weight = slots_by_weight(optimizer)
-        slots: dict[int, list[Any]] = {}
-        for slot in optimizer.variables:
-            if id(slot) in of_weight:
-                slots.setdefault(id(of_weight[id(slot)][1]), []).append(slot)
-        if self.cut_weights and not updates_single_numbers(optimizer):
+        kind = type(optimizer)
+        if not is_of_keras(kind) or kind.__name__ not in _BY_NUMBER:
             raise UserError(
-                f"--shard: {type(optimizer).__name__} may look at all numbers of a weight, of which a rank holds a "
-                "part with --backend=torch; use --backend=jax, or another --optimizer"
+                f"--shard: {kind.__name__} may look at all numbers of a weight, of which a rank holds a part with "
+                f"--backend=torch; use --backend=jax, or an --optimizer of {', '.join(_BY_NUMBER)}"
             )
-        for weight, axis in self.cut_weights:
-            alike = [slot for slot in slots.get(id(weight), ()) if tuple(slot.shape) == tuple(weight.shape)]
-            found += [(slot, axis) for slot in alike]
+        of_weight = slots_by_weight(optimizer)
+        for slot in optimizer.variables:
+            _, weight = of_weight.get(id(slot), ("", None))
+            if id(weight) in self.axes and tuple(slot.shape) == tuple(weight.shape):
+                found.append((slot, self.axes[id(weight)]))
         return found
 
     def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
@@ -157,10 +160,18 @@ class Parts:
         found = gathered.split([part.numel() for part in parts], dim=1)
         return [one.reshape(self.size, *part.shape) for one, part in zip(found, parts)]
 
-    def average(self, wholes: Sequence[torch.Tensor], axes: Sequence[int], dtype: torch.dtype) -> "Means":
+    def average(
+        self, wholes: Sequence[torch.Tensor], axes: Sequence[int], dtype: torch.dtype
+    ) -> Callable[[], list[torch.Tensor]]:
         """Starts to average tensors over the ranks, of which each gets its parts; by one message.
 
-        `dtype`: in which they are sent.
+        Args:
+            wholes: on this rank.
+            axes: along which they are cut.
+            dtype: in which they are sent.
+
+        Returns:
+            A function that waits for this rank's parts.
         """
         rows = [whole.unflatten(axis, (self.size, -1)).movedim(axis, 0) for whole, axis in zip(wholes, axes)]
         shapes = [row.shape[1:] for row in rows]
@@ -171,7 +182,7 @@ class Parts:
             sent = rows[0].new_empty((self.size, sum(sizes)), dtype=dtype)
             for row, place in zip(rows, sent.split(sizes, dim=1)):
                 place.unflatten(1, row.shape[1:]).copy_(row)
-        return Means(reduce_scatter_async(sent.reshape(-1)), self.size, shapes)
+        return functools.partial(_parts_of_mean, reduce_scatter_async(sent.reshape(-1)), self.size, shapes)
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the whole gradients of the trained weights, for what is recorded of them."""
@@ -206,22 +217,18 @@ class Parts:
     def updating(self, optimizer: Any) -> Iterator[None]:
         """Returns the context in which an optimizer updates this rank's parts, as if it saw the wholes."""
         from kerasdp.keras_compat.layers import with_shapes
+        from kerasdp.keras_compat.optimizers import updating_parts
 
         held = [*self.cut_weights, *((variable, axis) for variable, axis, _ in self._held.values())]
         shapes = {id(one): (one, part_shape(one.shape, axis, self.size)) for one, axis in held}
-        with with_shapes(shapes.values()), self._clipping(optimizer):
-            yield
-
-    def _clipping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which an optimizer has parts of gradients, and clips by norms of the wholes."""
-        from kerasdp.keras_compat.optimizers import updating_parts
-
-        return updating_parts(
+        parts = updating_parts(
             optimizer,
             lambda weight: id(weight) in self.axes,
             counts_wholes=self._rank == 0,
             add_up=lambda tensor: wait(all_reduce_async(tensor)),
         )
+        with with_shapes(shapes.values()), parts:
+            yield
 
     @contextlib.contextmanager
     def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Iterator[Any]:
@@ -369,8 +376,8 @@ class _Whole(torch.autograd.Function):
         ]
         for dtype, same in itertools.groupby(wanted, key=lambda pair: ctx.dtypes[pair[0]]):
             places, own = zip(*same)
-            means = ctx.parts.average(own, [ctx.axes[place] for place in places], dtype)
-            for place, part in zip(places, means.take()):
+            take = ctx.parts.average(own, [ctx.axes[place] for place in places], dtype)
+            for place, part in zip(places, take()):
                 found[place] = part.to(dtype)
         return None, None, None, *found
 
@@ -399,16 +406,10 @@ def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> I
         yield bucket
 
 
-class Means:
-    """Averages of tensors on their way: the parts of this rank."""
-
-    def __init__(self, sent: torch.Tensor, size: int, shapes: list[torch.Size]):
-        self._sent, self._size, self._shapes = sent, size, shapes
-
-    def take(self) -> list[torch.Tensor]:
-        """Waits for them, and returns them."""
-        total = wait(self._sent)
-        if dist.get_backend() != "nccl":  # what each rank has given, not added yet
-            total = functools.reduce(torch.add, total.reshape(self._size, -1).unbind())
-        found = total.div_(self._size).split([shape.numel() for shape in self._shapes])
-        return [one.reshape(shape) for one, shape in zip(found, self._shapes)]
+def _parts_of_mean(sent: torch.Tensor, size: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
+    """Waits for averages of tensors; returns the parts of this rank, by their shapes."""
+    total = wait(sent)
+    if dist.get_backend() != "nccl":  # what each rank has given, not added yet
+        total = functools.reduce(torch.add, total.reshape(size, -1).unbind())
+    found = total.div_(size).split([shape.numel() for shape in shapes])
+    return [one.reshape(shape) for one, shape in zip(found, shapes)]

@@ -91,6 +91,7 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
 # By case, of which each is a model that cannot train in parts on torch.
 REFUSALS = {
     "muon": "Muon may look at all numbers of a weight",
+    "own optimizer": "SignSGD may look at all numbers of a weight",
     "reading": "is held in parts by the devices between two steps",
     "own": "knows the steps of fit, evaluate and predict",
 }
@@ -110,10 +111,14 @@ def test_what_is_refused(case):
         def read(batch, logs):
             return [keras.ops.convert_to_numpy(each) for each in (*model.variables, *model.optimizer.variables)]
 
+        class SignSGD(keras.optimizers.SGD):
+            pass
+
         kind = Own if case == "own" else keras.Sequential
+        optimizer = {"muon": "muon", "own optimizer": SignSGD()}.get(case, "adam")
         with runner.scope():
             model = kind([keras.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(64)])
-            model.compile("muon" if case == "muon" else "adam", "mse")
+            model.compile(optimizer, "mse")
         callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=read)] if case == "reading" else []
         runner.fit(model, np.zeros((8, 64)), np.zeros((8, 64)), batch_size=4, callbacks=callbacks)
 

@@ -7,7 +7,6 @@ from keras import layers
 
 from kerasdp.errors import UserError
 from kerasdp.scale import pipeline
-from kerasdp.scale.pipeline import Graph
 
 
 def residual(x, filters, number):
@@ -106,7 +105,7 @@ def masked():
     ("make", "choices", "words"),
     [
         (shared, {"cut_at": ["between"]}, "cannot be cut after between: layer twice has weights and is used on both"),
-        (shared, {"num_stages": 3}, "--gpus: expected from 1 to 2, the most stages that this model has. Received: 3"),
+        (shared, {"num_stages": 3}, "--gpus: expected from 1 to 2, the most stages that this model has"),
         (tied, {"cut_at": ["middle"]}, "layers table and head, on both sides, share weights"),
         (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross it"),
         (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their work"),
@@ -125,76 +124,33 @@ def test_a_sequential_model():
     assert_cut_is_right(model, pipeline.split(model), [x])
 
 
-def block(size, number, x):
-    """A functional model with a Sequential one in it, and a way around that."""
-    inputs = keras.Input(x.shape[1:])
-    inner = keras.Sequential([layers.Dense(size, "relu", name="wide"), layers.Dense(x.shape[-1])], name="inner")
-    outputs = layers.Add(name="add")([inputs, layers.Dropout(0.5, name="drop")(inner(inputs))])
-    return keras.Model(inputs, outputs, name=f"block{number}")(x)
-
-
-def nested():
-    """Models within a model within a model; one has several inputs and outputs, by name."""
-    first, second = keras.Input((4,), name="first"), keras.Input((4,), name="second")
-    x = block(6, 2, block(5, 1, first))
-    pair = {"sum": layers.Add(name="sum")([x, second]), "twice": layers.Dense(4, name="twice")(x), "same": second}
-    backbone = keras.Model({"first": first, "second": second}, pair, name="backbone")
-    inputs = [keras.Input((4,), name="second"), keras.Input((4,), name="first")]
-    found = backbone({"first": layers.Dense(4, name="begin")(inputs[1]), "second": inputs[0]}, training=False)
-    outputs = layers.Dense(2, name="end")(layers.Concatenate(name="join")([found["sum"], found["twice"]]))
-    return keras.Model(inputs, [outputs, found["same"]])
-
-
-def test_models_within_are_cut_everywhere():
-    model = nested()
-    x = [keras.ops.convert_to_tensor(np.random.RandomState(number).rand(3, 4).astype("float32")) for number in (0, 1)]
-    graph = Graph(model)
-    names = [call.name for call in graph.calls]
-    assert {"begin", "backbone/block2/inner/wide", "backbone/block1/add", "backbone/sum", "end"} <= set(names)
-    assert len(set(names)) == len(names) == 13
-    for place in graph.places():
-        stages = [
-            pipeline.Stage(model=graph.stage(*pair, "part"), layers=[], share=0.5, num_bytes=0)
-            for pair in ((0, place), (place, len(names)))
-        ]
-        assert_cut_is_right(model, stages, x)
-    stages = pipeline.split(model, cut_at=["block1/inner/wide", "backbone"])
-    assert [stage.layers[-1] for stage in stages[:2]] == ["backbone/block1/inner/wide", names[names.index("join") - 1]]
-    assert_cut_is_right(model, stages, x)
-
-
-class Own(keras.Model):
+class Doubled(keras.Model):
     """Functional, but does something else when it is called."""
 
     def call(self, inputs, training=None, mask=None):
         return 2 * super().call(inputs)
 
 
-def whole_models():
-    """Models that cannot be opened, each by its name."""
-    inputs = keras.Input((4,))
-    tensor = keras.Input((4,), name="x")
-    twice = keras.Sequential([layers.Dense(4)], name="shared")
-    x = Own(tensor, layers.Dense(4)(tensor), name="own")(twice(twice(inputs)))
-    words = layers.Embedding(9, 3, mask_zero=True)(keras.Input((5,), dtype="int32", name="words"))
-    masked = keras.Sequential([layers.LSTM(4)], name="masked")(words)
-    return keras.Model([inputs, words._keras_history.operation.input], layers.Add()([x, masked]))
+def nested(shape=(4,)):
+    """Models within the model; one has several inputs and outputs, by name, another a `call` of its own."""
+    first, second = keras.Input(shape, name="first"), keras.Input(shape, name="second")
+    pair = {"sum": layers.Add()([layers.Dense(4)(first), second]), "same": second}
+    backbone = keras.Model({"first": first, "second": second}, pair, name="backbone")
+    inputs = [keras.Input(shape, name="second"), keras.Input(shape, name="first")]
+    found = backbone({"first": layers.Dense(4, name="begin")(inputs[1]), "second": inputs[0]}, training=False)
+    tensor = keras.Input(shape, name="x")
+    x = Doubled(tensor, layers.Dense(4)(tensor), name="doubled")(found["sum"])
+    outputs = keras.Sequential([layers.Dense(3), layers.Dense(2)], name="end")(x)
+    return keras.Model(inputs, [outputs, found["same"]])
 
 
-def test_models_that_stay_whole():
-    names = [call.name for call in Graph(whole_models()).calls]
-    assert {"shared", "own", "masked"} <= set(names) and not any("/" in name for name in names)
-
-
-def test_types_are_converted_at_the_door():
-    """As Keras does it where a model is called, also for one in a precision of its own."""
-    inputs = keras.Input((4,), dtype="int32")
-    tensor = keras.Input((4,), dtype="float32")
-    inner = keras.Model(tensor, keras.ops.sqrt(tensor / 3.0), name="inner")
-    half = keras.Sequential([keras.Input((4,)), layers.Rescaling(1.001, dtype="float32")], name="half")
-    half.dtype_policy = keras.DTypePolicy("mixed_float16")
-    model = keras.Model(inputs, layers.Dense(2, name="end")(half(inner(inputs))))
-    x = keras.ops.convert_to_tensor(np.arange(8, dtype="int32").reshape(2, 4))
-    stages = pipeline.split(model)
-    assert any(name.startswith("inner/") for name in stages[0].layers)
-    assert_cut_is_right(model, stages, [x])
+def test_a_model_within_is_one_layer():
+    model = nested()
+    x = [keras.ops.convert_to_tensor(np.random.RandomState(number).rand(3, 4).astype("float32")) for number in (0, 1)]
+    names = ["begin", "backbone", "doubled", "end"]
+    for place in range(1, len(names)):
+        stages = pipeline.split(model, cut_at=names[place - 1 : place])
+        assert [stage.layers for stage in stages] == [names[:place], names[place:]]
+        assert_cut_is_right(model, stages, x)
+    with pytest.raises(UserError, match=r"from 1 to 4, the most .* \(a model within it is one layer\)"):
+        pipeline.split(model, 5)

@@ -1,6 +1,7 @@
 """The promise: a model cut into stages learns what it learns whole."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.helpers import BACKENDS, PROGRAMS, assert_alike, files_of_run, result
 pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="of torch's pipelines")
 
 
-# After the first of the models within `random` of small_nets.py.
+# The first of the models within `random` of small_nets.py.
 CUT = "body"
 
 
@@ -46,8 +47,12 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(rule):
 
 def test_without_batch_norm_it_is_the_whole_model():
     """Dropout, penalties, two outputs, a last batch of 4, sample weights, validation: as on one device."""
-    case = {"net": "random"}
-    received, expected = pipelines([cut(2, split_size=5, **case | {"cut_at": CUT}), case | {"num_devices": 1}])
+    case = {"net": "in stages"}
+    received, refused, expected = pipelines([
+        cut(2, split_size=5, **case | {"cut_at": CUT}), cut(2, **case | {"loss": "dice"}), case | {"num_devices": 1},
+    ])  # fmt: skip
+    words = 'the loss dice of .* needs the whole batch at once; use strategy="data", or split_size=16, with which the'
+    assert re.match(words, refused)
     np.testing.assert_allclose(received["outputs"], expected["outputs"], atol=2e-6)
     for name in ("losses", "evaluate", "history"):
         assert_alike(received[name], expected[name], rtol=2e-6, atol=0, name=name)
@@ -57,9 +62,12 @@ def test_without_batch_norm_it_is_the_whole_model():
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_in_float64_nothing_but_the_last_bits_differs(rule):
     """With shares of a batch, thirds and twelfths, that float32 rounds; norm and penalties are summed over stages."""
-    case = {"net": "random", "rule": rule, "precision": "float64", "batch_size": 24}
+    case = {"net": "in stages", "rule": rule, "precision": "float64", "batch_size": 24}
     cases = [cut(2, 3, **case | {"cut_at": CUT}), cut(3, 4, **case)]
     cases.append(cut(2, 12, **case))
+    # A loss of the whole batch.
+    in_turns, at_once = pipelines([cut(2, 12, **case | {"loss": "dice"}), case | {"loss": "dice", "num_devices": 1}])
+    np.testing.assert_allclose(in_turns["losses"], at_once["losses"], rtol=1e-13)
     *results, whole = pipelines([*cases, case | {"num_devices": 1}])
     for received, name in zip(results, map(str, cases), strict=True):
         np.testing.assert_allclose(received["losses"], whole["losses"], rtol=1e-13, err_msg=name)

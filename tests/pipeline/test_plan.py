@@ -1,4 +1,4 @@
-"""How batch and model are cut: no row is lost, and the shares of a loss add up to it."""
+"""How a run's choices cut batch and model, and what a pipeline refuses."""
 
 import keras
 import numpy as np
@@ -6,8 +6,9 @@ import pytest
 from keras import layers
 
 from kerasdp.config import Config
+from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
-from kerasdp.scale.pipeline import MicroBatches, make_plan, with_rows
+from kerasdp.scale.pipeline import flat_inputs, functional, packed_outputs, rows_of_micro_batch, stages_of
 
 
 def net(loss="mse"):
@@ -19,30 +20,34 @@ def net(loss="mse"):
     return model
 
 
-def plan(model, num_devices=2, **choices):
-    return make_plan(model, Config(strategy="pipeline", **choices), num_devices)
+def stages(model, num_devices=2, **choices):
+    return stages_of(model, Config(strategy="pipeline", **choices), num_devices)
 
 
-def test_a_plan():
-    made = plan(net(), 2, cut_at="layer1", batch_size=61, split_size=10)
-    assert [stage.layers for stage in made.stages] == [["layer0", "layer1"], ["layer2", "layer3"]]
-    assert made.size == 10
-    assert len(made.micro_batches(61)) == 7
-    assert str(made).endswith("micro-batches of 10")
+def test_stages():
+    made = stages(net(), 2, cut_at="layer1")
+    assert [stage.layers for stage in made] == [["layer0", "layer1"], ["layer2", "layer3"]]
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "choices", "expected"),
+    ("num_stages", "num_rows", "choices", "expected"),
     [
-        (2, {}, 16),  # two a stage
-        (4, {}, 8),
-        (2, {"batch_size": 61}, 16),  # 16, 16, 16, 13
-        (4, {"batch_size": 3}, 1),  # there are no more
-        (2, {"split_size": 7}, 7),
+        (2, 64, {}, 16),  # two a stage
+        (4, 64, {}, 8),
+        (2, 61, {}, 16),  # 16, 16, 16, 13
+        (2, 256, {}, 64),
+        (4, 3, {}, 1),  # there are no more
+        (2, 64, {"split_size": 7}, 7),
     ],
 )
-def test_size_of_a_micro_batch(num_stages, choices, expected):
-    assert plan(net(), num_stages, **choices).size == expected
+def test_size_of_a_micro_batch(num_stages, num_rows, choices, expected):
+    """Whatever the run's own size of a batch is."""
+    assert rows_of_micro_batch(Config(strategy="pipeline", **choices), num_stages, num_rows) == expected
+
+
+def test_batches_that_cannot_be_cut_as_asked():
+    with pytest.raises(UserError, match="--split_size: expected at most 8, a batch's samples. Received: 16"):
+        rows_of_micro_batch(Config(strategy="pipeline", split_size=16), 2, 8)
 
 
 class OwnTrainStep(keras.Model):
@@ -55,15 +60,6 @@ class OwnLoss(keras.Model):
         return super().compute_loss(*args, **kwargs)
 
 
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.layer = layers.Dense(2)
-
-    def call(self, x):
-        return self.layer(x)
-
-
 def of_kind(kind):
     inputs = keras.Input((3,))
     return kind(inputs, layers.Dense(2)(layers.Dense(2)(inputs)))
@@ -73,6 +69,10 @@ def masked():
     inputs = keras.Input((4,), dtype="int32")
     x = layers.Dense(3, name="words")(layers.Rescaling(1.0)(inputs))
     return keras.Model(inputs, [x, layers.Embedding(5, 3, mask_zero=True)(inputs)])
+
+
+def penalized():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(2, activity_regularizer="l2"), layers.Dense(2)])
 
 
 def float8():
@@ -87,13 +87,13 @@ def float8():
         (float8, "a pipeline: expected gradients that an optimizer may average. Received: dense"),
         (lambda: of_kind(OwnTrainStep), "never calls the train_step of OwnTrainStep; use --strategy=data"),
         (lambda: of_kind(OwnLoss), "never calls the compute_loss of OwnLoss; use --strategy=data"),
-        (Subclassed, "functional, or Sequential with an Input. Received: Subclassed"),
+        (penalized, "has an activity regularizer, which looks at the whole batch; use --strategy=data"),
         (masked, "carry a mask, which its micro-batches would lose"),
     ],
 )
 def test_what_is_refused(make, words):
     with pytest.raises(UserError, match=words):
-        plan(make())
+        stages(make())
 
 
 LEFT, RIGHT = (keras.ops.convert_to_tensor(np.random.RandomState(seed).rand(5, 3), "float32") for seed in (0, 1))
@@ -110,56 +110,23 @@ LEFT, RIGHT = (keras.ops.convert_to_tensor(np.random.RandomState(seed).rand(5, 3
     ],
     ids=["one", "by name", "lists", "in another order", "dictionaries"],
 )
-def test_a_plan_computes_what_the_model_computes(inputs, outputs, given):
+def test_stages_compute_what_the_model_computes(inputs, outputs, given):
     """Whatever structure goes in and comes out; as Keras does, it takes of a dictionary what it knows."""
     tensors = keras.tree.map_structure(lambda name: keras.Input((3,), name=name), inputs)
     first, *_ = every = keras.tree.flatten(tensors)
     x = layers.Dense(4)(layers.Concatenate()([*every, layers.Dense(2)(first)]))
-    made = plan(
-        model := keras.Model(tensors, keras.tree.map_structure(lambda name: layers.Dense(2, name=name)(x), outputs))
-    )
-    values = made.inputs(given)
-    for stage in made.stages:
+    model = keras.Model(tensors, keras.tree.map_structure(lambda name: layers.Dense(2, name=name)(x), outputs))
+    values = flat_inputs(functional(model), given)
+    for stage in stages(model):
         values = stage(values)
-    received, expected = made.outputs(values), model(given)
+    received, expected = packed_outputs(functional(model), values), model(given)
     keras.tree.assert_same_structure(received, expected)
     for pair in zip(keras.tree.flatten(received), keras.tree.flatten(expected), strict=True):
         np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, pair))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 61, 64])
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 61, 100])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (7, 3), (61, 8), (61, 61), (64, 100)])
 def test_each_row_is_in_one_micro_batch(num_rows, size):
-    cut = MicroBatches(num_rows=num_rows, size=size)
-    parts = [np.arange(num_rows)[cut.rows(number)] for number in range(len(cut))]
-    np.testing.assert_array_equal(np.concatenate(parts), np.arange(num_rows))
-    sizes = [cut.num_rows_of(number) for number in range(len(cut))]
-    assert sizes == [len(part) for part in parts]
-    assert set(sizes[:-1]) <= {size} and 0 < sizes[-1] <= size
-
-
-def test_a_loss_that_needs_the_whole_batch():
-    """One case: `step/test_sums_over_rows.py` tests each kind of loss."""
-    model = net("dice")
-    model.train_on_batch(np.ones((4, 3)), np.ones((4, 4)))
-    words = "the loss dice of.*; use --strategy=data, or --split_size=10, with which the stages"
-    with pytest.raises(UserError, match=words):
-        MicroBatches(num_rows=10, size=4).shares(model, is_weighted=False)
-    assert MicroBatches(num_rows=10, size=10).shares(model, is_weighted=False) == [1.0]
-
-
-def tuned(num_rows, **choices):
-    """Returns the plan of a run with a `config.batch_size` of 64 after `fit` was given batches of `num_rows`."""
-    config = Config(strategy="pipeline", batch_size=64, **choices)
-    return with_rows(make_plan(net(), config, 2), config, num_rows)
-
-
-@pytest.mark.parametrize(("num_rows", "size"), [(16, 4), (61, 16), (64, 16), (256, 64)])
-def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size):
-    made = tuned(num_rows)
-    assert (made.size, len(made.micro_batches(num_rows))) == (size, 4)
-
-
-def test_batches_that_cannot_be_cut_as_asked():
-    with pytest.raises(UserError, match="--split_size: expected at most 8, a batch's samples. Received: 16"):
-        tuned(8, split_size=16)
+    parts = [rows for (rows,) in Split(1, size).micro_batches(num_rows)]
+    assert [row for each in parts for row in range(each.first, each.first + each.num_rows)] == list(range(num_rows))
+    assert {each.num_rows for each in parts[:-1]} <= {size} and 0 < parts[-1].num_rows <= size

@@ -2,13 +2,15 @@
 
 python small_nets.py CASES: see `starting.each_case`; beside fields of kerasdp.Config they hold
     net: "norms" (residual, batch norm), "random" (models in a model; dropout, penalties, two outputs, sample weights),
-        or "subclassed": the latter, as no functional model
+        "in stages": the latter, without penalties of activities, or "subclassed": the latter, as no functional model
     rule: "sgd", as where it is left out, or "adam"
     by_hand: instead of a run, micro-batches one after another in a plain loop, of "norms"
     loss: another loss for "random". "squares" is the same loss, user-defined. "sum" is a sum over the rows, without
         weights. "dice" and "against_mean" need the whole batch: the run fails, and the result is its error
     adds_up: whether all metrics of "random" are sums over the rows
 """
+
+import functools
 
 import numpy as np
 from starting import each_case
@@ -44,14 +46,14 @@ def norms(keras):
     return keras.Model(inputs, layers.Dense(5)(layers.GlobalAveragePooling2D()(x)))
 
 
-def random(keras):
-    """Models in a model, each of which is cut."""
+def random(keras, penalty=1e-3):
+    """Models in a model."""
     layers = keras.layers
     tensor = keras.Input((12, 12, 3))
     x = layers.Rescaling(1 / 255)(tensor)
     x = layers.Conv2D(6, 3, kernel_regularizer=keras.regularizers.L2(1e-3), activation="gelu")(x)
     body = keras.Model(tensor, layers.SpatialDropout2D(0.3)(x), name="body")
-    dense = layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(1e-3))
+    dense = layers.Dense(8, "tanh", activity_regularizer=penalty and keras.regularizers.L2(penalty))
     head = keras.Sequential([layers.MaxPooling2D(), layers.Flatten(), dense, layers.Dropout(0.3)], name="head")
     inputs = keras.Input((12, 12, 3), dtype="uint8")
     x = head(body(inputs))
@@ -72,11 +74,19 @@ def subclassed(keras):
     return Own()
 
 
+NETS = {
+    "norms": norms,
+    "random": random,
+    "in stages": functools.partial(random, penalty=None),
+    "subclassed": subclassed,
+}
+
+
 def train(runner, net, rule="sgd", by_hand=False, loss=None, adds_up=False):
     import keras
 
     with runner.scope():
-        model = {"norms": norms, "random": random, "subclassed": subclassed}[net](keras)
+        model = NETS[net](keras)
         # The norm of all gradients is summed up stage by stage, so that its last bit differs.
         clipnorm = None if net == "norms" else 0.5
         sgd = keras.optimizers.SGD(0.02, momentum=0.9, global_clipnorm=clipnorm)

@@ -6,7 +6,6 @@ python torch_ranks.py
 import copy
 import gc
 import os
-import types
 import weakref
 
 import numpy as np
@@ -153,9 +152,8 @@ def averaged(rank, bucket_bytes, is_shared):
 
     compiled_step._BUCKET_BYTES = bucket_bytes
     weights = [torch.full(shape, 0.5, requires_grad=True) for shape in ((3,), (2, 3), (1,), (4,))]
-    strategy = types.SimpleNamespace(num_replicas=2)
     leaves = {id(weight): weight for weight in weights}
-    buckets = compiled_step.GradientBuckets(strategy, leaves, set(leaves))
+    buckets = compiled_step.GradientBuckets(2, set())
     buckets.register_hooks(leaves)
     x = torch.tensor([1.0, 2.0, 4.0]) * (1 + 2 * rank)
     loss = (weights[0] * x).sum() + (weights[1] * x).sum() * 2 + weights[2].sum() * x[0]

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.keras_compat.optimizers import slots_by_weight, updates_single_numbers
+from kerasdp.keras_compat.optimizers import slots_by_weight
 from kerasdp.keras_compat.random import is_in_layer_call
 from kerasdp.keras_compat.settings import kept_by_clear_session
 
@@ -34,19 +34,6 @@ def test_slots_and_their_weights(model):
     for weight in model.trainable_variables:
         assert found[id(optimizer.own[weight.path])] == ("own", weight)
         assert sum(of is weight for _, of in found.values()) == 3
-
-
-def test_which_optimizers_update_single_numbers():
-    """Not those that look at a whole weight, nor one that Keras does not know."""
-
-    class Own(keras.optimizers.SGD):
-        pass
-
-    kinds = [kind for kind in vars(keras.optimizers).values() if hasattr(kind, "update_step")]
-    made = [kind() for kind in kinds if kind.__name__ not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")]
-    made += [Own(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
-    found = {type(each).__name__ for each in made if not updates_single_numbers(each)}
-    assert found == {"Adafactor", "Lamb", "Muon", "Own"}
 
 
 def test_calls_of_layers_are_seen():

@@ -256,17 +256,6 @@ def test_hook_of_calls():
 # Models
 
 
-def test_layers_that_share_a_name_are_put_into_one_model():
-    inputs = keras.Input((3,))
-    one, two = keras.layers.Dense(2, name="same"), keras.layers.Dense(2, name="same")
-    outputs = two(one(inputs))
-    with pytest.raises(ValueError, match="unique"):
-        keras.Model(inputs, outputs)
-    with models.distinct_names([one, two, two]):
-        keras.Model(inputs, outputs)
-    assert one.name == two.name == "same"
-
-
 @ON_TORCH
 def test_metrics_of_ranks_are_not_added_up(monkeypatch, tmp_path):
     """As Keras 3.16 does with a process group, also where there is no training: here each rank's is that of all."""
@@ -312,12 +301,6 @@ def test_a_keras_whose_functions_are_elsewhere_is_named(monkeypatch):
     monkeypatch.setattr(backend, "ops", other, raising=False)
     with pytest.raises(UserError, match="needs Keras 3.15 or 3.16"), numerics.same_on_all_backends():
         pass
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", ()), ("float64", ("float32",)), ("int32", ("float32",))])
-def test_models_convert_their_inputs(dtype, expected):
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Identity()])
-    assert models.input_conversions(model, dtype, "float32") == expected
 
 
 # Losses and metrics of `compile`, and user-defined steps

@@ -3,15 +3,10 @@
 Small tensors on the CPU travel through sockets, all others by `torch.distributed`.
 """
 
-import collections
-import contextlib
 import os
-import shutil
 import socket
-import struct
-import sys
 import tempfile
-from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, cast
 
 import numpy as np
@@ -118,10 +113,8 @@ class _GatherStatistics(torch.autograd.Function):
         return gathered[:, dist.get_rank(ctx.group)].sum(0), None, None
 
 
-# Sockets are told to hold as much, so that all may send before they read.
+# Sockets are made to hold as much, so that all may send before they read.
 _MOST_BYTES = 2**16
-# The head of a message: its tag, and the number of bytes after it. And the number of a rank.
-_HEAD, _NUMBER = struct.Struct("<qq"), struct.Struct("<q")
 
 
 class _Sockets:
@@ -134,69 +127,44 @@ class _Sockets:
 
     def __init__(self, processes: Processes) -> None:
         self.rank, self.size = processes.rank, processes.num_processes
-        folder: str = processes.all_gather_object(tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else "")[0]
-        self.others: dict[int, socket.socket] = {}
-        # By rank and tag: messages that were not asked for yet.
-        self.arrived: dict[tuple[int, int], collections.deque[bytes]] = collections.defaultdict(collections.deque)
-        with socket.socket(socket.AF_UNIX) as door, _short_path(folder) as short:
-            door.bind(os.path.join(short, str(self.rank)))
-            door.listen(self.size)
-            processes.all_gather_object(None)  # all listen
+        self.others: dict[int, Connection] = {}
+        # The path of a Unix socket has 107 letters at most; nobody else may enter the folder.
+        with (
+            tempfile.TemporaryDirectory(prefix="kerasdp-", dir="/tmp") as folder,
+            Listener(os.path.join(folder, "socket"), "AF_UNIX", backlog=self.size) as listener,
+        ):
+            addresses = processes.all_gather_object(listener.address)
             for rank in range(self.rank):
-                self.others[rank] = socket.socket(socket.AF_UNIX)
-                self.others[rank].connect(os.path.join(short, str(rank)))
-                self.others[rank].sendall(_NUMBER.pack(self.rank))
-            for _ in range(self.rank + 1, self.size):
-                connection, _ = door.accept()
-                (rank,) = _NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))
-                self.others[rank] = connection
+                self.others[rank] = Client(addresses[rank])
+                self.others[rank].send(self.rank)
+            while len(self.others) < self.size - 1:
+                connection = listener.accept()
+                self.others[connection.recv()] = connection
         for connection in self.others.values():
-            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # on macOS it would be 8 KiB
-                connection.setsockopt(socket.SOL_SOCKET, buffer, 2 * _MOST_BYTES)
-        processes.all_gather_object(None)  # all are connected
-        if self.rank == 0:
-            shutil.rmtree(folder)
+            with socket.socket(fileno=os.dup(connection.fileno())) as one:
+                for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # on macOS it would be 8 KiB
+                    one.setsockopt(socket.SOL_SOCKET, buffer, 2 * _MOST_BYTES)
+        processes.all_gather_object(None)  # all are connected, with room for messages
 
     def gather(self, own: np.ndarray, tag: int) -> np.ndarray:
         """Returns the bytes of all ranks that they give with this tag, in rows. `own`: equally many on each rank."""
-        message = _HEAD.pack(tag, own.size) + own.tobytes()
+        message = tag.to_bytes(8) + own.tobytes()
         for connection in self.others.values():
-            connection.sendall(message)
+            connection.send_bytes(message)
         gathered = np.empty((self.size, own.size), np.uint8)
         gathered[self.rank] = own
-        for rank in self.others:
-            gathered[rank] = np.frombuffer(self._message(rank, tag), np.uint8)
+        for rank, connection in self.others.items():
+            try:
+                received = connection.recv_bytes()
+            except EOFError:
+                raise ConnectionError(f"rank {rank} has left") from None
+            if received[:8] != message[:8]:
+                raise RuntimeError(f"rank {rank} gathers another tensor than rank {self.rank}")
+            gathered[rank] = np.frombuffer(received, np.uint8, offset=8)
         return gathered
-
-    def _message(self, rank: int, tag: int) -> bytes:
-        """Waits for the next message of a tag; keeps those of others: ranks may compile steps in another order."""
-        while not self.arrived[rank, tag]:
-            found, size = _HEAD.unpack(self._read(rank, _HEAD.size))
-            self.arrived[rank, found].append(self._read(rank, size))
-        return self.arrived[rank, tag].popleft()
-
-    def _read(self, rank: int, size: int) -> bytes:
-        """Waits for so many bytes."""
-        content = b""
-        while len(content) < size:
-            part = self.others[rank].recv(size - len(content))
-            if not part:
-                raise ConnectionError(f"rank {rank} has left")
-            content += part
-        return content
 
 
 _sockets: _Sockets | None = None
-
-
-@contextlib.contextmanager
-def _short_path(folder: str) -> Iterator[str]:
-    """Yields another path of a folder: the address of a Unix socket has 107 letters at most."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}" if sys.platform == "linux" else folder
-    finally:
-        os.close(descriptor)
 
 
 def connect_sockets(processes: Processes) -> None:
@@ -220,8 +188,7 @@ def _gather(own: torch.Tensor, tag: int, size: int) -> torch.Tensor:
     return torch.from_numpy(gathered).view(own.dtype).reshape(size, *own.shape)
 
 
-# The messages of a tag are received in the order in which they were sent. Not by `torch.library.custom_op`, each call
-# of which takes as long (torch 2.13) as sending and receiving.
+# Not by `torch.library.custom_op`, each call of which takes as long (torch 2.13) as sending and receiving.
 _operations = torch.library.Library("kerasdp", "DEF")
 _operations.define("gather(Tensor own, int tag, int size) -> Tensor")
 _operations.impl("gather", _gather, "CPU")

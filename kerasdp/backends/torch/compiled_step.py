@@ -7,8 +7,9 @@ break at each layer) is slower.
 
 import abc
 import contextlib
+import functools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from kerasdp.backends.torch.private import (
 )
 from kerasdp.backends.torch.train_step import RankSteps, flat, unflat, updating_on
 from kerasdp.processes import watchdog
+from kerasdp.processes.error_text import in_a_line
 from kerasdp.processes.ranks import Processes
 from kerasdp.reporting import report
 from kerasdp.run_state import Detail
@@ -53,8 +55,6 @@ from kerasdp.step.replica import (
 
 # Batches of many shapes (texts, say) would be compiled forever.
 _MOST_GRAPHS = 8
-# What is done with the batches that a step takes, for messages.
-_DONE = {"train": "trained", "test": "evaluated", "predict": "predicted"}
 
 
 class CompiledStep(abc.ABC):
@@ -71,7 +71,7 @@ class CompiledStep(abc.ABC):
         from kerasdp.keras_compat.layers import raw_value
 
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
-        self.parts, self.model = parts, steps.model
+        self.parts, self.model, self.weights = parts, steps.model, TrainedWeights(steps.model)
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [raw_value(variable).detach() for variable in variables]
         if strategy.is_gpu:
@@ -87,8 +87,8 @@ class CompiledStep(abc.ABC):
         """
 
     def kind(self) -> Any:
-        """Returns what else a graph is made for than a kind of batch; hashable."""
-        return None
+        """Returns which weights are trained: on torch Keras freezes a layer at once, with or without `compile`."""
+        return self.weights.key() if self.name == "train" else None
 
     def uncompiled(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
         """Runs the step operation by operation."""
@@ -152,10 +152,10 @@ class CompiledStep(abc.ABC):
         try:
             graph = self._captured(data, detail, key[1])
         except Exception as error:  # whatever a layer's Python does with fake tensors
-            reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
+            reason = f"{_place(error)} cannot be captured as a graph: {in_a_line(error, 1)}"
             # cuDNN's kernel of LSTM and GRU cannot be differentiated without its buffer of weights, of which a capture
             # (torch 2.13) knows nothing. It is as fast as a graph of all of its steps.
-            if "weight_buf" in reason:
+            if "weight_buf" in str(error):
                 reason = f"a recurrent layer of {self.model.name} runs by cuDNN's own kernel, which no graph holds"
         processes = self.strategy.processes
         if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
@@ -168,7 +168,7 @@ class CompiledStep(abc.ABC):
         except compile_error() as error:  # raised while compiling, before anything ran
             if not compiler.has_agreed:  # it was never called, and the other ranks wait for this one's answer
                 processes.any_rank(True)
-            self._give_up(f"the step cannot be compiled ({_line(compiler.error or error)})")
+            self._give_up(f"the step cannot be compiled ({in_a_line(compiler.error or error, 0)})")
             return None
         self.graphs[key] = compiled
         return result
@@ -176,7 +176,7 @@ class CompiledStep(abc.ABC):
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         if self.strategy.processes.rank == 0:
-            report.warn(f"{reason}: {_DONE[self.name]} without --compile, which is slower")
+            report.warn(f"{reason}: {self.name} runs without --compile, which is slower")
 
     def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
         import keras
@@ -193,8 +193,7 @@ class CompiledStep(abc.ABC):
             values = [value if value.ndim else value.view(()) for value in values]
             return self.step(values, DeviceBatch(data[0], data[1], data[2], range(num_rows)), detail)
 
-        with _unfiltered_tracebacks():
-            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
+        graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
         refuse_exchanges(graph.graph)
         refuse_draws(graph.graph)
         if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
@@ -221,11 +220,6 @@ class CompiledTraining(CompiledStep):
 
     def __init__(self, strategy: Any, steps: RankSteps, parts: Any = None):
         super().__init__(strategy, steps, "train", all_variables(steps.model), parts)
-        self.weights = TrainedWeights(steps.model)
-
-    def kind(self) -> Any:
-        """Returns which weights are trained: on torch Keras freezes a layer at once, with or without `compile`."""
-        return self.weights.key()
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
@@ -259,8 +253,10 @@ class RankInGraph(RankSteps):
         }
         self.begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self._variables, values)]
         self._leaves = [leaves[id(variable)] for variable in self.model.trainable_weights]
-        averaged = {id(each) for each in self.model.trainable_weights if not is_next_value(each)}
-        self._buckets = GradientBuckets(self.strategy, leaves, averaged, self.parts)
+        own = {id(each) for each in self.model.trainable_weights if is_next_value(each)}
+        if self.parts is not None and self.parts.holds_weights:
+            own |= self.parts.axes.keys()  # of these the backward pass gives this process its own part of the mean
+        self._buckets = GradientBuckets(self.strategy.num_replicas, own, self.parts)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
         """See `Replica`. With one pass, gradients are sent as they come."""
@@ -324,12 +320,7 @@ class CompiledOwnStep(CompiledStep):
 
     def __init__(self, strategy: Any, steps: RankSteps):
         super().__init__(strategy, steps, "train", variables_of_own_step(steps.model))
-        self.weights = TrainedWeights(steps.model)
         self.optimizers = optimizers_of(steps.model)
-
-    def kind(self) -> Any:
-        """See `CompiledTraining`."""
-        return self.weights.key()
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
@@ -411,65 +402,37 @@ class _Compiler:
         return compiled
 
 
-@contextlib.contextmanager
-def _unfiltered_tracebacks() -> Iterator[None]:
-    """Lets errors keep the frames of the layers that they come from."""
-    import keras
-
-    was_filtering = keras.config.is_traceback_filtering_enabled()
-    keras.config.disable_traceback_filtering()
-    try:
-        yield
-    finally:
-        if was_filtering:
-            keras.config.enable_traceback_filtering()
-
-
 def _place(error: Exception) -> str:
-    """Returns the innermost layer in whose call an error was raised, else the part of the step."""
+    """Returns the innermost layer in whose call an error was raised, if it is known."""
     import keras
 
-    place = "the step"
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.Model):
-            place = f"the {frame.f_code.co_name} of {owner.name}"
-        elif isinstance(owner, keras.layers.Layer):
-            place = f"layer {owner.name}"
-        elif isinstance(owner, (keras.metrics.Metric, keras.losses.Loss, keras.optimizers.Optimizer)):
-            place = f"{type(owner).__name__} {owner.name}"
-    return place
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layers = [owner.name for owner in owners if isinstance(owner, keras.layers.Layer)]
+    return f"layer {layers[-1]}" if layers else "the step"
 
 
 # The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
+# In the place of a variable's `id`: what is sent beside gradients.
+_SHARED = 0
 
 
 class GradientBuckets:
     """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
-    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Any = None):
+    def __init__(self, num_replicas: int, own: set[int], parts: Any = None):
         """Takes no gradients yet.
 
         Args:
-            strategy: of the run.
-            leaves: by the `id` of their variable.
-            averaged: those of them whose gradients are averaged, by the same.
+            num_replicas: of the run.
+            own: the variables whose gradients are not averaged, by `id`.
             parts: that are averaged, if any.
         """
-        self.num_replicas, self.parts, self.has_hooks = strategy.num_replicas, parts, False
-        # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
+        self.num_replicas, self.own, self.parts, self.has_hooks = num_replicas, own, parts, False
+        # What waits to be sent, by the id of the variable: gradients that are cut, and all others.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
-        # Whether they are cut, the gradients that were sent, and their mean or sum on its way.
-        self.sent: list[tuple[bool, list[tuple[int, torch.Tensor]], Any]] = []
-        # Of a weight that is held in parts, the backward pass gives this process its own of the mean.
-        self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
-        self.own |= leaves.keys() - averaged
+        # Of each bucket that was sent: the ids, and a function that waits for the means.
+        self.sent: list[tuple[Sequence[int], Callable[[], list[torch.Tensor]]]] = []
 
     def register_hooks(self, leaves: dict[int, torch.Tensor]) -> None:
         """Hooks itself to the leaves: the next backward pass gives each gradient as soon as it has it.
@@ -483,27 +446,32 @@ class GradientBuckets:
     def take(self, gradients: dict[int, torch.Tensor | None]) -> None:
         """Takes gradients by the id of their variable; sends those that fill a bucket."""
         for key, gradient in gradients.items() if self.num_replicas > 1 else ():
-            if gradient is not None and key not in self.own:
-                self._add(key, gradient)
+            if gradient is None or key in self.own:
+                continue
+            if self.parts is not None and key in self.parts.axes:
+                self._add(True, key, gradient)
+            else:
+                self._add(False, key, gradient / self.num_replicas)
 
-    def _add(self, key: int, gradient: torch.Tensor) -> None:
-        is_cut = self.parts is not None and self.parts.axes.get(key) is not None
+    def _add(self, is_cut: bool, key: int, tensor: torch.Tensor) -> None:
         bucket = self.buckets[is_cut]
-        if bucket and bucket[0][1].dtype != gradient.dtype:
+        if bucket and bucket[0][1].dtype != tensor.dtype:
             self._send(is_cut)
-        self.buckets[is_cut].append((key, gradient))
-        if sum(gradient.nbytes for _, gradient in self.buckets[is_cut]) >= _BUCKET_BYTES:
+        self.buckets[is_cut].append((key, tensor))
+        if sum(waiting.nbytes for _, waiting in self.buckets[is_cut]) >= _BUCKET_BYTES:
             self._send(is_cut)
 
-    def _send(self, is_cut: bool = False, shared: torch.Tensor | None = None) -> None:
-        bucket, self.buckets[is_cut] = self.buckets[is_cut], []
-        gradients = [gradient for _, gradient in bucket]
-        if is_cut and self.parts is not None:
-            axes = [self.parts.axes[key] for key, _ in bucket]
-            self.sent.append((True, bucket, self.parts.average(gradients, axes, gradients[0].dtype)))
+    def _send(self, is_cut: bool) -> None:
+        if not self.buckets[is_cut]:
             return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / self.num_replicas
-        self.sent.append((False, bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
+        keys, tensors = zip(*self.buckets[is_cut])
+        self.buckets[is_cut] = []
+        if is_cut and self.parts is not None:
+            axes = [self.parts.axes[key] for key in keys]
+            take = self.parts.average(tensors, axes, tensors[0].dtype)
+        else:
+            take = functools.partial(_sums, all_reduce_async(torch.cat([one.reshape(-1) for one in tensors])), tensors)
+        self.sent.append((keys, take))
 
     def mean(
         self, gradients: list[torch.Tensor | None], variables: list[Any], shared: torch.Tensor | None
@@ -514,22 +482,16 @@ class GradientBuckets:
         """
         if self.num_replicas == 1:
             return gradients, shared
-        dtypes = {gradient.dtype for _, gradient in self.buckets[False]}
-        joins_last_bucket = shared is not None and dtypes == {shared.dtype}
-        sums = None if shared is None or joins_last_bucket else all_reduce_async(shared)
-        for is_cut, bucket in self.buckets.items():
-            if bucket:
-                self._send(is_cut, shared if joins_last_bucket else None)
-        averaged = {
-            id(variable): gradient for variable, gradient in zip(variables, gradients) if id(variable) in self.own
-        }
-        rest = None
-        for is_cut, bucket, sent in self.sent:
-            if is_cut:
-                averaged |= {key: part.to(one.dtype) for (key, one), part in zip(bucket, sent.take())}
-                continue
-            joined, sizes = wait(sent), [gradient.numel() for _, gradient in bucket]
-            *values, rest = joined.split([*sizes, joined.numel() - sum(sizes)])
-            averaged |= {key: value.reshape(gradient.shape) for (key, gradient), value in zip(bucket, values)}
-        total = wait(sums) if sums is not None else rest if joins_last_bucket else None
-        return [averaged.get(id(variable)) for variable in variables], total
+        if shared is not None:
+            self._add(False, _SHARED, shared)
+        self._send(False)
+        self._send(True)
+        own = {id(variable): gradient for variable, gradient in zip(variables, gradients) if id(variable) in self.own}
+        found: dict[int, Any] = own | {key: mean for keys, take in self.sent for key, mean in zip(keys, take())}
+        return [found.get(id(variable)) for variable in variables], found.get(_SHARED)
+
+
+def _sums(sent: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Waits for the sums of tensors that were joined and sent."""
+    parts = wait(sent).split([tensor.numel() for tensor in tensors])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors)]

@@ -140,7 +140,7 @@ def keep_channels_last(graph: Graph) -> None:
 
 
 def number_messages(graph: Graph) -> None:
-    """Numbers the messages through sockets in the order of the program: ranks may compile it in another order."""
+    """Numbers the messages through sockets: ranks whose compilers order them differently then see it."""
     for tag, gather in enumerate(graph.find_nodes(op="call_function", target=torch.ops.kerasdp.gather.default)):
         gather.args = (gather.args[0], tag, gather.args[2])
 
