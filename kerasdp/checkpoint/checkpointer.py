@@ -12,6 +12,7 @@ from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import Config, versions
+from kerasdp.contract import Strategy
 from kerasdp.data.batch import Reader
 from kerasdp.errors import PreemptedError, UserError, way_to_resume
 from kerasdp.keras_compat.models import set_monitor_direction
@@ -20,7 +21,6 @@ from kerasdp.processes.ranks import Processes
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.run_state import Position, RunState
-from kerasdp.step.contract import Strategy
 
 # What a rank requests; the maximum over the ranks is what happens.
 _NOTHING, _SAVE, _END = range(3)

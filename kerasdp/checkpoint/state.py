@@ -28,7 +28,7 @@ from kerasdp.keras_compat.saving import safe_deserialization
 from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.same.portable import batch_norms
 
-# `kerasdp.step.contract.Strategy.read`.
+# `kerasdp.contract.Strategy.read`.
 Read = Callable[[keras.Model, list[Any], Callable[[Any], Any]], list[Any]]
 # What the identity of a run calls the digest of weights that its checkpoints leave out.
 FROZEN = "the frozen weights"

@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 
+from kerasdp.contract import Strategy
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
 from kerasdp.reporting import report, run_files
 from kerasdp.run_state import RunState
-from kerasdp.step.contract import Strategy
 
 
 class Recorder(keras.callbacks.Callback):

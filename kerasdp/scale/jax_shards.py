@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backends.jax.data_parallel import DataParallel
 from kerasdp.backends.jax.train_step import Layout
+from kerasdp.contract import StepFunctions
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.run_state import RunState
 from kerasdp.sharding import cut_axis
-from kerasdp.step.contract import StepFunctions
 from kerasdp.step.replica import held_in_words, optimizers_of, variables_of_own_step
 
 if TYPE_CHECKING:

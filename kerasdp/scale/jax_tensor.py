@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from kerasdp.backends.jax.train_step import Layout
 from kerasdp.config import Config
+from kerasdp.contract import StepFunctions
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import RunState
 from kerasdp.scale.jax_shards import ShardedDataParallel
-from kerasdp.step.contract import StepFunctions
 from kerasdp.step.replica import all_variables
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from torch.distributed import pipelining
 from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
+from kerasdp.contract import DeviceBatch, StepFunctions, Trained
 from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import Detail, ModelCache, RunState
 from kerasdp.same.replica_context import ReplicaContext, alone, use
-from kerasdp.step.contract import DeviceBatch, StepFunctions, Trained
 from kerasdp.step.replica import TrainedWeights, learning_rate, restart_seeds
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PipelineParallel(TorchStrategy):
-    """The stages of a run, one a process, as seen by one of them. See `kerasdp.step.contract.Strategy`."""
+    """The stages of a run, one a process, as seen by one of them. See `kerasdp.contract.Strategy`."""
 
     num_replicas = 1
     shard = (0, 1)

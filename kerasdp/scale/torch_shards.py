@@ -20,11 +20,11 @@ from kerasdp.backends.torch.private import (
     wait,
 )
 from kerasdp.config import Config
+from kerasdp.contract import StepFunctions
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import ModelCache, RunState
 from kerasdp.sharding import cut_axis, part_of, part_shape
-from kerasdp.step.contract import StepFunctions
 from kerasdp.step.replica import compared_variables, held_in_words
 
 # Bytes of several weights that travel in one message; what is larger travels alone.

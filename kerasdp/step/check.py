@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from kerasdp.config import Config
+from kerasdp.contract import ShardPass, Strategy
 from kerasdp.data.batch import Reader, batch_of
 from kerasdp.data.sampling import Split
 from kerasdp.data.sources import take_rows
@@ -25,7 +26,6 @@ from kerasdp.same.layers import BatchNormalization
 from kerasdp.same.portable import batch_norms
 from kerasdp.same.random import generators_of
 from kerasdp.same.replica_context import RowOrder
-from kerasdp.step.contract import ShardPass, Strategy
 from kerasdp.step.custom_steps import leave_unchanged, title_of, try_whole_step
 from kerasdp.step.observer import layer_name, layers_within, shard_outputs
 from kerasdp.step.row_search import (

@@ -347,7 +347,7 @@ def find_parts(
     Args:
         step: of a user.
         data: a few samples, as the step takes them, in NumPy.
-        run_in_replicas: `each_replica` of a `kerasdp.step.contract.Strategy`.
+        run_in_replicas: `each_replica` of a `kerasdp.contract.Strategy`.
         name: of what draws random numbers: see `portable_draws`.
 
     Raises:

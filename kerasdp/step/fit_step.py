@@ -5,9 +5,9 @@ How a replica differentiates, exchanges and updates is its backend's: see `Repli
 
 from typing import TYPE_CHECKING, Any
 
+from kerasdp.contract import DeviceBatch, Trained
 from kerasdp.run_state import Detail
 from kerasdp.same.replica_context import use
-from kerasdp.step.contract import DeviceBatch, Trained
 from kerasdp.step.replica import Pass, Replica, learning_rate
 
 if TYPE_CHECKING:

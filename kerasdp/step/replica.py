@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kerasdp.contract import DeviceBatch, ShardPass, Structure, Tensor
 from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.errors import UserError
 from kerasdp.same.replica_context import ReplicaContext, use
 from kerasdp.sharding import bytes_of
-from kerasdp.step.contract import DeviceBatch, ShardPass, Structure, Tensor
 
 if TYPE_CHECKING:
     from kerasdp.step.global_batch import GlobalBatch

@@ -8,6 +8,7 @@ import keras
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.checkpointer import Checkpointer, resume
 from kerasdp.config import Config
+from kerasdp.contract import Strategy
 from kerasdp.data.batch import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import learning_rate_schedule
@@ -15,7 +16,6 @@ from kerasdp.processes import signals
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Progress, Recorder, as_numbers
 from kerasdp.run_state import Position, RunState
-from kerasdp.step.contract import Strategy
 
 # These write files: one process does it, or each would write over the others.
 WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
@@ -64,19 +64,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
         # The same on all ranks, though some callbacks may be on one alone, as those that write are.
         self._has_callbacks = processes.any_rank(bool(callbacks))
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
-        if verbose == "auto":
-            verbose = config.verbose
-        if verbose is None:  # a bar in a terminal, else a line an epoch
-            verbose = 1 if sys.stdout.isatty() else 2
+        verbose = _verbosity(verbose, config)
         self.state, self._strategy, self._trained = state, strategy, model
         folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
         identity = training_state.identity(config, model, reader, strategy.read) if checkpoints else {}
         self.resumed = resume(processes, model, identity, checkpoints) if checkpoints and config.resume else None
         if self.resumed:
-            saved = self.resumed.state
-            position = Position(saved["epoch"], saved["batch"])
-            state.resume(saved["step"], position, was_stopped=saved["stopped"], measured=saved["recorder"])
-            reader.resume_at(*position, saved.get("data"))
+            _resume(state, reader, self.resumed.state)
         self.recorder = Recorder(
             state,
             facts,
@@ -208,6 +202,19 @@ class RunCallbacks(keras.callbacks.CallbackList):
 def _is_default(callback: keras.callbacks.Callback, event: str) -> bool:
     """Returns whether a callback leaves a method as Keras has it."""
     return getattr(getattr(callback, event), "__func__", None) is getattr(keras.callbacks.Callback, event)
+
+
+def _verbosity(verbose: str | int | None, config: Config) -> str | int:
+    """Returns what `verbose` of `fit` stands for: by default a bar in a terminal, else a line an epoch."""
+    verbose = config.verbose if verbose == "auto" else verbose
+    return (1 if sys.stdout.isatty() else 2) if verbose is None else verbose
+
+
+def _resume(state: RunState, reader: Reader, saved: dict[str, Any]) -> None:
+    """Continues where a checkpoint was saved."""
+    position = Position(saved["epoch"], saved["batch"])
+    state.resume(saved["step"], position, was_stopped=saved["stopped"], measured=saved["recorder"])
+    reader.resume_at(*position, saved.get("data"))
 
 
 def _checked(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from kerasdp.contract import DeviceBatch, Strategy
 from kerasdp.data.batch import Feed, Reader, batch_of
 from kerasdp.data.sampling import Split
 from kerasdp.data.sources import num_samples, take_rows
@@ -25,7 +26,6 @@ from kerasdp.same.portable import portable
 from kerasdp.same.random import STEP
 from kerasdp.same.replica_context import all_rows
 from kerasdp.step.check import check_first_step
-from kerasdp.step.contract import DeviceBatch, Strategy
 from kerasdp.step.custom_steps import StepParts, find_parts
 from kerasdp.step.replica import variables_of_own_step
 from kerasdp.step.row_search import NUM_ROWS, explaining_trial

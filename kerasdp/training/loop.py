@@ -12,6 +12,7 @@ import numpy as np
 from keras.callbacks import CallbackList
 
 from kerasdp.config import Config
+from kerasdp.contract import DeviceBatch, StepFunctions, Strategy, Trained
 from kerasdp.data.batch import Feed
 from kerasdp.errors import ReplicasDifferError, UserError
 from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch, set_training_mode
@@ -23,7 +24,6 @@ from kerasdp.reporting import report
 from kerasdp.reporting.recorder import as_numbers
 from kerasdp.run_state import Evaluated, ModelCache, RunState
 from kerasdp.same.random import UNNAMED, portable_draws
-from kerasdp.step.contract import DeviceBatch, StepFunctions, Strategy, Trained
 from kerasdp.step.replica import DeviceScalar, all_variables, optimizers_of
 
 Logs = dict[str, Any]

@@ -10,6 +10,7 @@ import keras
 
 from kerasdp.checkpoint.names import names_in
 from kerasdp.config import Config
+from kerasdp.contract import Strategy
 from kerasdp.data.batch import Batch, Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, living_variables
@@ -28,7 +29,6 @@ from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
 from kerasdp.same.portable import portable
 from kerasdp.sharding import bytes_of_number
-from kerasdp.step.contract import Strategy
 from kerasdp.step.custom_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
 from kerasdp.step.global_batch import (
     is_loss_of_keras,

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from kerasdp.config import Config
+from kerasdp.contract import Strategy
 from kerasdp.data.batch import Batch, Feed, Reader, SampleReader
 from kerasdp.data.batch_reader import IndexedReader
 from kerasdp.data.sampling import Order, Split, seed_of_fit
@@ -17,7 +18,6 @@ from kerasdp.processes.devices import Devices
 from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache, RunState
 from kerasdp.same.random import DATA, portable_draws
-from kerasdp.step.contract import Strategy
 
 # Bytes of inputs that stay on each GPU without being asked to.
 MOST_ON_DEVICE = 2**30

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from kerasdp.config import Config
+from kerasdp.contract import Strategy
 from kerasdp.data.batch import Feed, Reader
 from kerasdp.data.batch_reader import BatchReader
 from kerasdp.data.sources import split_off
@@ -33,7 +34,6 @@ from kerasdp.run_state import Evaluated, RunState, is_made_of_choices
 from kerasdp.same import initial_weights
 from kerasdp.same.layer_calls import hook_layers
 from kerasdp.step.check import check_first_step
-from kerasdp.step.contract import Strategy
 from kerasdp.step.row_search import row_layout_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.custom_loop import CustomLoop, LoopBatch, SavedParts, Step
@@ -57,7 +57,7 @@ class Runner:
     Attributes:
         config: the choices of the run.
         devices: the devices of the run.
-        strategy: how the devices share the work (`kerasdp.step.contract.Strategy`).
+        strategy: how the devices share the work (`kerasdp.contract.Strategy`).
         state: where the training is.
         num_fits: calls of `fit`.
         model_steps: the step functions of the models.

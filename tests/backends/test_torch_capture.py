@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kerasdp.config import Config
+from kerasdp.contract import SingleProcess
 from kerasdp.data.sampling import Split
 from kerasdp.run_state import Detail, Position, RunState
-from kerasdp.step.contract import SingleProcess
 
 torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
@@ -20,7 +20,7 @@ from kerasdp.backends.torch import compiled_step  # noqa: E402
 from kerasdp.backends.torch.compiled_step import CompiledTraining  # noqa: E402
 from kerasdp.backends.torch.data_parallel import DataParallel  # noqa: E402
 from kerasdp.backends.torch.train_step import RankSteps  # noqa: E402
-from kerasdp.step.contract import DeviceBatch  # noqa: E402
+from kerasdp.contract import DeviceBatch  # noqa: E402
 
 X = np.random.RandomState(0).rand(6, 4).astype("float32")
 Y = X.sum(1, keepdims=True)

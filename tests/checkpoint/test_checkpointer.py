@@ -11,10 +11,10 @@ from kerasdp.checkpoint import checkpointer as module
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.checkpointer import Checkpointer
 from kerasdp.config import Config
+from kerasdp.contract import SingleProcess
 from kerasdp.processes import signals
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.run_state import RunState
-from kerasdp.step.contract import SingleProcess
 from tests.reporting.test_report import facts
 
 

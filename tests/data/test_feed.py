@@ -174,32 +174,3 @@ def test_a_dataset_that_shuffles_itself_resumes():
     rest.run_state.begin_epoch(2)
     assert list(rest) == expected[1:]
     assert sorted(sum(expected, [])) == Y.tolist()
-
-
-class Placed:
-    """Begins threads, and says in which of them it is called."""
-
-    def __init__(self, fails=False):
-        self.begun, self.read, self.fails = [], [], fails
-
-    def begin(self):
-        if self.fails:
-            raise ValueError("no such device")
-        self.begun.append(threading.get_ident())
-
-    def shard(self, batch):
-        assert threading.get_ident() in self.begun
-        self.read.append(threading.get_ident())
-        return batch.indices.tolist()
-
-
-def test_a_thread_is_begun_once_before_it_reads():
-    """As one that has to work with the rank's GPU, which is not a new thread's."""
-    reader = SampleReader(ArraySource(X, Y), Order(num_samples=11, batch_size=2, shuffle=False), Split(1), (0, 1))
-    reader.num_threads, placed = 3, Placed()
-    batches = list(Feed(reader, placed.shard, RunState(), placed.begin))
-    assert sum(batches, []) == list(range(11))
-    assert len(placed.begun) == len(set(placed.begun)) <= 3 and set(placed.read) <= set(placed.begun)
-    assert threading.get_ident() not in placed.begun
-    with pytest.raises(ValueError, match="no such device"):
-        list(Feed(reader, placed.shard, RunState(), Placed(fails=True).begin))

@@ -133,7 +133,7 @@ def be_first_of(num_ranks):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from kerasdp.backends.torch import devices
-    from kerasdp.step.contract import SingleProcess
+    from kerasdp.contract import SingleProcess
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     torch.cuda.device_count = lambda: num_ranks

@@ -3,8 +3,8 @@
 import numpy as np
 from keras import ops
 
+from kerasdp.contract import ShardPass
 from kerasdp.step.check import _first_difference
-from kerasdp.step.contract import ShardPass
 
 
 def record(rows, first_row=0, layer=(0.0,), loss=1.0):

@@ -6,7 +6,7 @@ import tokenize
 
 import kerasdp
 from kerasdp.config import Config
-from kerasdp.step.contract import Strategy
+from kerasdp.contract import Strategy
 from tests.helpers import ROOT
 
 # After a change that takes something out, write the new number. One that raises a number names its reason in the same

@@ -12,11 +12,11 @@ import jax
 from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_whole, shardings_over
 from kerasdp.backends.jax.train_step import Layout, make_step_functions
 from kerasdp.config import Config
+from kerasdp.contract import DeviceBatch, StepFunctions
 from kerasdp.data.sampling import CachedRows
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import RunState
 from kerasdp.same.replica_context import ReplicaContext
-from kerasdp.step.contract import DeviceBatch, StepFunctions
 
 if TYPE_CHECKING:
     import keras
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DataParallel(JaxStrategy):
-    """A replica of the model on each device. See `kerasdp.step.contract.Strategy`.
+    """A replica of the model on each device. See `kerasdp.contract.Strategy`.
 
     Attributes:
         replicated: the sharding of a tensor that each device holds the whole of.

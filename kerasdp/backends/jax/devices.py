@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kerasdp.backends.jax import processes
 from kerasdp.config import Config
+from kerasdp.contract import SingleProcess, Strategy, T, Tensor
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.processes.hardware import num_gpus
 from kerasdp.processes.ranks import Cluster
-from kerasdp.step.contract import SingleProcess, Strategy, T, Tensor
 from kerasdp.step.replica import compared_variables
 
 if TYPE_CHECKING:

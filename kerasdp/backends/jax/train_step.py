@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from kerasdp.contract import DeviceBatch, StepFunctions, Tensor, Trained
 from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.run_state import Detail
 from kerasdp.same.replica_context import ReplicaContext, use
-from kerasdp.step.contract import DeviceBatch, StepFunctions, Tensor, Trained
 from kerasdp.step.fit_step import fit_step
 from kerasdp.step.replica import (
     Found,

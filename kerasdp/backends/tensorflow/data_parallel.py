@@ -23,12 +23,12 @@ from kerasdp.backends.tensorflow.train_step import (
     several,
 )
 from kerasdp.config import Config
+from kerasdp.contract import DeviceBatch, StepFunctions, Structure, T, Trained
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import Detail, RunState
-from kerasdp.step.contract import DeviceBatch, StepFunctions, Structure, T, Trained
 from kerasdp.step.replica import TrainedWeights, all_variables, compared_variables
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class DataParallel(TensorFlowStrategy):
-    """A replica of the model on each device. See `kerasdp.step.contract.Strategy`."""
+    """A replica of the model on each device. See `kerasdp.contract.Strategy`."""
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from kerasdp.backends.tensorflow import private
 from kerasdp.config import Config
+from kerasdp.contract import SingleProcess, Strategy, Structure
 from kerasdp.processes.devices import AlreadyStartedError, Devices, choose_devices
-from kerasdp.step.contract import SingleProcess, Strategy, Structure
 
 
 def make_devices(config: Config, cluster: None = None) -> Devices:

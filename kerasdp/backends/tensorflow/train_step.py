@@ -10,12 +10,12 @@ import tensorflow as tf
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.gradients import dense
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
+from kerasdp.contract import DeviceBatch, Structure, Tensor
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.processes.hardware import give_memory_back
 from kerasdp.run_state import Detail
 from kerasdp.same.replica_context import gather_shards
-from kerasdp.step.contract import DeviceBatch, Structure, Tensor
 from kerasdp.step.fit_step import fit_step
 from kerasdp.step.replica import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 

@@ -33,12 +33,12 @@ from kerasdp.backends.torch.private import (
     wait,
 )
 from kerasdp.backends.torch.train_step import RankSteps, flat, unflat, updating_on
+from kerasdp.contract import DeviceBatch
 from kerasdp.processes import watchdog
 from kerasdp.processes.error_text import in_a_line
 from kerasdp.processes.ranks import Processes
 from kerasdp.reporting import report
 from kerasdp.run_state import Detail
-from kerasdp.step.contract import DeviceBatch
 from kerasdp.step.fit_step import fit_step
 from kerasdp.step.replica import (
     Found,

@@ -12,10 +12,10 @@ from kerasdp.backends.torch.gradients import num_differentiated
 from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
+from kerasdp.contract import DeviceBatch, StepFunctions, T, Trained
 from kerasdp.processes.devices import Devices
 from kerasdp.processes.watchdog import shapes_of
 from kerasdp.run_state import Detail, RunState
-from kerasdp.step.contract import DeviceBatch, StepFunctions, T, Trained
 from kerasdp.step.replica import TrainedWeights
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _WORTH_COMPILING = {"cpu": 1000, "cuda": 200}
 
 
 class DataParallel(TorchStrategy):
-    """A replica of the model in each process. See `kerasdp.step.contract.Strategy`.
+    """A replica of the model in each process. See `kerasdp.contract.Strategy`.
 
     Attributes:
         statistics_group: the processes, in a group for what batch norms exchange; None: that of the run.

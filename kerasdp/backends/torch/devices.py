@@ -23,6 +23,7 @@ from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.private import leave_process_group
 from kerasdp.backends.torch.processes import GlooProcesses
 from kerasdp.config import Config
+from kerasdp.contract import DeviceBatch, SingleProcess, Strategy, Structure
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.processes import outcome
@@ -31,7 +32,6 @@ from kerasdp.processes.error_text import lost_process
 from kerasdp.processes.ranks import Cluster, Processes, number_in, require_same
 from kerasdp.processes.watchdog import SECONDS_TO_COMPILE
 from kerasdp.processes.workers import run_workers
-from kerasdp.step.contract import DeviceBatch, SingleProcess, Strategy, Structure
 from kerasdp.step.replica import compared_variables
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import torch
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.gradients import detached
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
+from kerasdp.contract import DeviceBatch, ShardPass, Trained
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.run_state import Detail
 from kerasdp.same.replica_context import gather_shards, use
-from kerasdp.step.contract import DeviceBatch, ShardPass, Trained
 from kerasdp.step.fit_step import fit_step
 from kerasdp.step.replica import Found, Gradients, LossOfPass, Pass, Received, ShardSteps, all_variables
 
