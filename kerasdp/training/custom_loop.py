@@ -225,7 +225,7 @@ class Step:
                 "read the weights; use fit, with a train_step of your own, or leave out --shard"
             )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
-        with runner._scope():
+        with runner.continued_scope():
             traced = functools.partial(strategy.each_replica, is_traced=True)
             with explaining_trial(f"the step {self.__name__}", NUM_ROWS, is_split=False):
                 parts = find_parts(lambda data: _call(self._function, data), sample, traced, STEP)

@@ -103,7 +103,7 @@ class Runner:
             arguments_in_configs(),
             adapters_in_float64(),
         )
-        with self._scope(), model_calls_through(self), contextlib.ExitStack() as stack:
+        with self.continued_scope(), model_calls_through(self), contextlib.ExitStack() as stack:
             for context in as_in_keras:
                 stack.enter_context(context)
             yield
@@ -114,10 +114,11 @@ class Runner:
         Models, optimizers and metrics made elsewhere in `train` have weights of the seed, too, but of other places.
         """
         self._numbering.restart()
-        return self._scope()
+        return self.continued_scope()
 
     @contextlib.contextmanager
-    def _scope(self) -> Iterator[None]:
+    def continued_scope(self) -> Iterator[None]:
+        """Returns the context in which what is made has the weights of its place in the run, counted on from before."""
         with self.strategy.scope(), initial_weights.portable(self.config.seed, self._numbering):
             yield
 
@@ -422,7 +423,7 @@ class Runner:
         self.made_before.refuse(model)
         batch = first_of(reader)
         with watchdog.current.compiling():
-            prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
+            prepare(model, reader, batch, self.config, self.strategy, self.continued_scope, step)
             for transform in self.transforms:
                 transform(model)
         return len(batch.indices)

@@ -57,7 +57,7 @@ def test_models_of_the_user(tmp_path):
 
 @pytest.mark.parametrize("text", ["nosuch", "random_normal(width=3)"])
 def test_unknown_initializers(text):
-    with pytest.raises(UserError, match="--model: Keras has no such kernel_initializer"):
+    with pytest.raises(UserError, match="--model: lenet cannot be built for inputs of shape"):
         build_model(Config(model=f"lenet(kernel_initializer={text!r})"), (28, 28, 1), 10)
 
 
