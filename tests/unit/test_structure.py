@@ -289,7 +289,7 @@ ASSIGNED_ELSEWHERE = {
     "data/datasets.py": ("data.", "the kit's own"),
     "errors.py": ("sys.excepthook", "Python's own switch"),
     "step/global_batch.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
-    "step/row_search.py": ("axes.outputs", "the kit's own"),
+    "step/row_search.py": ("layout.outputs", "the kit's own"),
     "run_state.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
     "processes/signals.py": ("sys.unraisablehook", "Python's own switch"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),
