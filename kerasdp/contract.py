@@ -9,12 +9,10 @@ Each folder of `kerasdp.backends` has these names:
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from kerasdp.config import Config
 from kerasdp.data.sampling import Split
 from kerasdp.processes.ranks import Processes
 from kerasdp.processes.workers import peak_memory_of_process
@@ -133,23 +131,12 @@ class Strategy(Protocol):
     others it gives itself.
 
     Attributes:
-        config: of the run.
         processes: exchanges values between the processes of the run.
-        num_replicas: of the model, over all processes.
-        shard: of the inputs that this process reads: its number, and of how many.
-        splits_batches: whether layers are run on a shard of the batch alone; else one program on all of it.
+        split: how the replicas split a batch. A `fit` sets it: batches of a training may have micro-batches.
     """
 
-    config: Config
     processes: Processes
-    num_replicas: int
-    shard: tuple[int, int]
-    splits_batches: bool
-
-    @functools.cached_property
-    def split(self) -> Split:
-        """Returns how the replicas split a batch. A `fit` sets it: batches of a training may have micro-batches."""
-        return Split(self.num_replicas)
+    split: Split
 
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are built and compiled."""
@@ -191,14 +178,6 @@ class Strategy(Protocol):
 
         `state_only`: of those alone that are not trained.
         """
-
-    def micro_batch_rows(self, model: "keras.Model", num_rows: int) -> int | None:
-        """Returns the rows of a micro-batch of batches of `num_rows` that a model is trained on; None: there are none.
-
-        Raises:
-            UserError: if such batches cannot be cut as the run's choices say.
-        """
-        return self.config.micro_batch_rows(num_rows, self.num_replicas)
 
     def gather_variables(self, model: "keras.Model") -> None:
         """Gives each process the values of all variables, where it computes only some of them."""

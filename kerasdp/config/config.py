@@ -227,18 +227,24 @@ class Config:
         """Returns whether a training step calls layers with one micro-batch after the other."""
         return self.accumulate > 1 or self.strategy == "pipeline"
 
-    def micro_batch_rows(self, num_rows: int, num_replicas: int) -> int | None:
-        """Returns the samples of a full micro-batch, over all replicas; None without `accumulate`.
+    def micro_batch_rows(self, num_rows: int, num_devices: int) -> int | None:
+        """Returns the samples of a full micro-batch, over all replicas; None if batches are not cut.
 
         Args:
             num_rows: of a batch.
-            num_replicas: that share it.
+            num_devices: of the run.
 
         Raises:
             UserError: if such batches cannot be cut so.
         """
+        if self.strategy == "pipeline":
+            size = self.split_size or -(-num_rows // min(2 * num_devices, num_rows))
+            if size > num_rows:
+                raise UserError(f"--split_size: expected at most {num_rows}, a batch's samples. Received: {size}")
+            return size
         if self.accumulate == 1:
             return None
+        num_replicas = self.num_replicas(num_devices)
         config = dataclasses.replace(self, num_devices=None, batch_size=num_rows)
         config.check_replicas(num_replicas)
         return num_replicas * -(-config.replica_batch_size(num_replicas) // self.accumulate)

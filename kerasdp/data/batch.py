@@ -46,17 +46,16 @@ class Batch:
 BatchCheck = Callable[[Batch, int], None]
 
 
-def batch_of(data: tuple[Any, Any, Any], split: Split, shard: tuple[int, int], first: int = 0) -> Batch:
+def batch_of(data: tuple[Any, Any, Any], split: Split, first: int = 0) -> Batch:
     """Returns what a process sees of a global batch.
 
     Args:
         data: inputs, targets and sample weights of the global batch, in NumPy.
         split: over all replicas.
-        shard: rank, and number of processes.
         first: index of the batch's first row in the data set.
     """
     num_rows = num_samples(data)
-    rows = split.rows_of_process(num_rows, shard)
+    rows = split.rows_of_process(num_rows)
     inputs, targets, sample_weight = take_rows(data, rows)
     return Batch(
         inputs=inputs,
@@ -72,7 +71,6 @@ class Reader(abc.ABC):
 
     Attributes:
         split: of a batch over all replicas.
-        shard: rank, and number of processes that split a batch.
         num_batches: of an epoch; None if the data does not tell.
         num_threads: that read at once.
         name: of the data set, if it has one.
@@ -81,7 +79,6 @@ class Reader(abc.ABC):
     """
 
     split: Split
-    shard: tuple[int, int]
     num_batches: int | None
     num_threads = 1
     name = ""
@@ -132,10 +129,10 @@ class SampleReader(Reader):
 
     num_batches: int
 
-    def __init__(self, source: Any, order: Order, split: Split, shard: tuple[int, int], is_kept: bool = False):
-        """`shard` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
+    def __init__(self, source: Any, order: Order, split: Split, is_kept: bool = False):
+        """`is_kept`: the source's arrays stay on the devices."""
         self._kept = DeviceCache(in_floatx(as_arrays(source.arrays))) if is_kept else None
-        self.source, self.order, self.split, self.shard = source, order, split, shard
+        self.source, self.order, self.split = source, order, split
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
         self.name = getattr(source, "name", "")
@@ -162,7 +159,7 @@ class SampleReader(Reader):
         return self.source.inputs(rows), *self.source.targets(rows)
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
-        return self._batch(indices, indices[self.split.rows_of_process(len(indices), self.shard)], kept)
+        return self._batch(indices, indices[self.split.rows_of_process(len(indices))], kept)
 
     def _batch(self, indices: np.ndarray, rows: np.ndarray, kept: DeviceCache | None) -> Batch:
         targets, sample_weight = self.source.targets(rows)

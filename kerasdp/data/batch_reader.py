@@ -4,6 +4,7 @@ One process reads and hands out: an object that each process read by itself migh
 """
 
 import abc
+import dataclasses
 import functools
 import itertools
 import time
@@ -38,7 +39,6 @@ class BatchReader(Reader):
         self,
         batches: Any,
         split: Split,
-        shard: tuple[int, int],
         steps: int | None = None,
         *,
         class_weight: dict[int, float] | None = None,
@@ -49,19 +49,19 @@ class BatchReader(Reader):
 
         Args:
             batches: gives batches.
-            split: see the attributes of `Reader`; so are `shard` and `warn`.
+            split: see the attributes of `Reader`; so is `warn`.
             steps: batches of an epoch; None: all there are.
             class_weight: weight of the samples of a class, for the loss.
             scatter: hands out what rank 0 reads; None: there is one process.
         """
-        self.batches, self.split, self.shard, self.warn = batches, split, shard, warn
+        self.batches, self.split, self.warn = batches, split, warn
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
         self.hands_out, self._reads = scatter is not None, scatter is None or scatter.rank == 0
         self._known_first: tuple[Any, Any, Any] | None = None
 
     def first(self) -> Batch:
         """See `Reader`."""
-        return batch_of(self._first(), self.split, self.shard)
+        return batch_of(self._first(), self.split)
 
     def sample(self, num_rows: int) -> Any:
         """See `Reader`."""
@@ -119,9 +119,10 @@ class BatchReader(Reader):
 
     def _parts(self, data: tuple[Any, Any, Any], first: int) -> list[Batch]:
         """Cuts a global batch for each process. `first`: index of its first row in the data set."""
-        rank, num_shards = self.shard
+        rank, num_shards = self.split.shard
         ranks = [rank] if self._scatter is None else range(self._num_processes)
-        return [batch_of(data, self.split, (rank % num_shards, num_shards), first) for rank in ranks]
+        splits = [dataclasses.replace(self.split, shard=(rank % num_shards, num_shards)) for rank in ranks]
+        return [batch_of(data, split, first) for split in splits]
 
 
 class IndexedReader(BatchReader):

@@ -159,17 +159,27 @@ class ReplicaRows(NamedTuple):
     size: int
 
 
+@dataclasses.dataclass
 class Split:
     """Splits global batches over the replicas of a run: equally many rows each, the last ones padding.
 
     Attributes:
         num_replicas: of the run.
+        shard: of the inputs that this process reads: its number, and of how many.
+        is_one_program: whether one program computes the rows of all replicas, as with jax.
         micro_batch_rows: rows of a micro-batch, over all replicas. A micro-batch is neighbouring rows of the batch, and
             is split over the replicas by itself; the last one may have fewer rows. None: the batch is not cut.
     """
 
-    def __init__(self, num_replicas: int, micro_batch_rows: int | None = None):
-        self.num_replicas, self.micro_batch_rows = num_replicas, micro_batch_rows
+    num_replicas: int
+    shard: tuple[int, int] = (0, 1)
+    is_one_program: bool = False
+    micro_batch_rows: int | None = None
+
+    @property
+    def runs_on_shards(self) -> bool:
+        """Returns whether layers are called with a shard of the batch alone."""
+        return self.num_replicas > 1 and not self.is_one_program
 
     def replicas(self, num_rows: int, first: int = 0) -> tuple[ReplicaRows, ...]:
         """Returns which of some rows each replica has, in their order.
@@ -185,17 +195,13 @@ class Split:
         size = self.micro_batch_rows or num_rows
         return [self.replicas(min(size, num_rows - first), first) for first in range(0, num_rows, size)]
 
-    def rows_of_process(self, num_rows: int, shard: tuple[int, int]) -> np.ndarray:
-        """Returns the indices, within a batch of `num_rows`, of the rows of one process's replicas, in order.
+    def rows_of_process(self, num_rows: int) -> np.ndarray:
+        """Returns the indices, within a batch of `num_rows`, of the rows of this process's replicas, in order.
 
         Each replica has its rows of the first micro-batch, then its rows of the next. Padding is the last row of the
         micro-batch.
-
-        Args:
-            num_rows: of the batch.
-            shard: rank, and number of processes.
         """
-        rank, num_processes = shard
+        rank, num_processes = self.shard
         count = self.num_replicas // num_processes
         micro_batches = self.micro_batches(num_rows)
         rows = []

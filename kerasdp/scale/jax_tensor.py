@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kerasdp.backends.jax.train_step import Layout
 from kerasdp.config import Config
 from kerasdp.contract import StepFunctions
+from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import RunState
@@ -31,7 +32,7 @@ class TensorParallel(ShardedDataParallel):
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
-        self.num_replicas = 1
+        self.split = Split(1, is_one_program=True)
         self.by_rows = self.replicated  # each device needs all rows
 
     @functools.cached_property

@@ -232,18 +232,6 @@ def stages_of(model: keras.Model, config: Config, num_devices: int) -> list[Stag
     return stages
 
 
-def rows_of_micro_batch(config: Config, num_stages: int, num_rows: int) -> int:
-    """Returns the rows of a micro-batch in batches of `num_rows` rows, whatever `config.batch_size` is.
-
-    Raises:
-        UserError: if there are fewer rows than the configuration says.
-    """
-    size = config.split_size or -(-num_rows // min(2 * num_stages, num_rows))
-    if size > num_rows:
-        raise UserError(f"--split_size: expected at most {num_rows}, a batch's samples. Received: {size}")
-    return size
-
-
 def flat_inputs(model: keras.Model, inputs: Any) -> list[Any]:
     """Returns the inputs of the first stage of a functional model, in its order, from what `fit` takes."""
     structure = inputs_structure(model)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,10 @@ if TYPE_CHECKING:
 class PipelineParallel(TorchStrategy):
     """The stages of a run, one a process, as seen by one of them. See `kerasdp.contract.Strategy`."""
 
-    num_replicas = 1
-    shard = (0, 1)
-    splits_batches = False
-
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
         super().__init__(devices, config)
+        self.split = Split(1)
         self._pipelines: ModelCache[Pipeline] = ModelCache()
         if devices.count == 1 and not dist.is_initialized():
             listen_on_loopback()
@@ -88,7 +85,7 @@ class PipelineParallel(TorchStrategy):
             train=train,
             test=evaluating(pipeline.test_step),
             predict=evaluating(pipeline.predict_step),
-            description=f"{table(pipeline.stages)}\nmicro-batches of {pipeline.size}",
+            description=table(pipeline.stages),
         )
 
     def _pipeline_of(self, model: Any) -> "Pipeline":
@@ -98,14 +95,6 @@ class PipelineParallel(TorchStrategy):
             pipeline = Pipeline(model, self)
             self._pipelines.put(model, pipeline)
         return pipeline
-
-    def micro_batch_rows(self, model: Any, num_rows: int) -> int:
-        """See `Strategy`. From now on micro-batches have the size that suits batches of `num_rows` rows."""
-        from kerasdp.scale.pipeline import rows_of_micro_batch
-
-        pipeline = self._pipeline_of(model)
-        pipeline.size = rows_of_micro_batch(self.config, self.num_devices, num_rows)
-        return pipeline.size
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """See `Strategy`."""
@@ -121,7 +110,6 @@ class Pipeline:
 
     Attributes:
         stages: of the model.
-        size: rows of a micro-batch.
         step: of the latest batch.
         has_trained: whether this process alone knows the weights of its stage.
     """
@@ -130,14 +118,13 @@ class Pipeline:
 
     def __init__(self, model: Any, strategy: PipelineParallel):
         from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.scale.pipeline import functional, rows_of_micro_batch, stages_of
+        from kerasdp.scale.pipeline import functional, stages_of
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
         self._compiled_with = _made_by_compile(model)
         with strategy.scope():  # where the weights still are
-            self.stages = stages_of(model, strategy.config, strategy.num_devices)
+            self.stages = stages_of(model, strategy.config, dist.get_world_size())
         self.functional = functional(model)
-        self.size = rows_of_micro_batch(strategy.config, len(self.stages), strategy.config.batch_size)
         self.number, self.num_stages = dist.get_rank(), dist.get_world_size()
         self.has_last = self.number == self.num_stages - 1
         self.module = StageModule(self, self.stages[self.number])
@@ -150,6 +137,13 @@ class Pipeline:
             variable.value.data = variable.value.data.to(strategy.device)
         self.has_trained = False
         self._schedules: dict[tuple[int, int, bool], Any] = {}
+
+    @property
+    def size(self) -> int:
+        """Returns the rows of a micro-batch; before the first `fit` those for batches of `config.batch_size`."""
+        config = self.strategy.config
+        rows = self.strategy.split.micro_batch_rows or config.micro_batch_rows(config.batch_size, len(self.stages))
+        return cast(int, rows)
 
     @property
     def is_stale(self) -> bool:
@@ -369,7 +363,9 @@ class PipelineStep:
 
         self.pipeline, self.batch, self.training = pipeline, batch, training
         num_rows = len(batch.indices)
-        self.micro_batches: list[ReplicaRows] = [rows for (rows,) in Split(1, pipeline.size).micro_batches(num_rows)]
+        self.micro_batches: list[ReplicaRows] = [
+            rows for (rows,) in Split(1, micro_batch_rows=pipeline.size).micro_batches(num_rows)
+        ]
         one = torch.ones((), device=pipeline.strategy.device)
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
         self.seeds = [(seed, seed.value.clone()) for seed in pipeline.seeds]

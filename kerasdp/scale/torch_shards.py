@@ -255,7 +255,7 @@ class ShardedDataParallel(DataParallel):
 
     def parts_of(self, model: Any) -> Parts | None:
         """Returns what is cut of a model, found once more when it is compiled again; None on one device."""
-        if self.num_replicas == 1:
+        if self.split.num_replicas == 1:
             return None
         if (parts := self._parts.get(model)) is None or parts.is_stale:
             parts = Parts(model, self.config)
@@ -282,7 +282,8 @@ class ShardedDataParallel(DataParallel):
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """See `Strategy`."""
         functions = super().step_functions(model, run_state)
-        return dataclasses.replace(functions, description=held_in_words(model, self.config.shard, self.num_replicas))
+        held = held_in_words(model, self.config.shard, self.split.num_replicas)
+        return dataclasses.replace(functions, description=held)
 
 
 class _Saved(NamedTuple):

@@ -1,6 +1,7 @@
 """Checks, before the first update on several devices, that the shards of a batch give what the whole batch gives."""
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import math
@@ -14,7 +15,6 @@ import numpy as np
 from kerasdp.config import Config
 from kerasdp.contract import ShardPass, Strategy
 from kerasdp.data.batch import Reader, batch_of
-from kerasdp.data.sampling import Split
 from kerasdp.data.sources import take_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, is_of_keras
@@ -78,7 +78,7 @@ def check_first_step(
     """
     if config.check == "off":
         return
-    if not (strategy.splits_batches or config.has_micro_batches):
+    if not (strategy.split.runs_on_shards or config.has_micro_batches):
         if strategy.processes.rank == 0 and has_call(model) and not own_steps(model):
             _warn_of_other_draws(model, strategy, reader)
         return
@@ -111,13 +111,13 @@ def check_first_step(
 def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
     """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
     again = noisy = None
-    if not strategy.splits_batches:
+    if not strategy.split.runs_on_shards:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
     else:
-        num_rows = 4 * strategy.num_replicas - 1
+        num_rows = 4 * strategy.split.num_replicas - 1
         data = reader.sample(num_rows)
         with _statistics_of_whole_batch(model), explaining_trial(model.name, num_rows):
-            batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
+            batch = strategy.shard_batch(batch_of(data, dataclasses.replace(strategy.split, micro_batch_rows=None)))
             steps = strategy.shard_steps(model)
             shards = strategy.each_replica(lambda: steps.shard_pass(batch, with_loss))
             whole = _whole_pass(model, data, with_loss)
@@ -186,8 +186,8 @@ def _check_custom_step(model: keras.Model, strategy: Strategy, reader: Reader) -
     Raises:
         UserError: if they differ by more than round-off.
     """
-    samples = reader.sample(max(_NUM_SAMPLED, 4 * strategy.num_replicas - 1))
-    for number, rows in enumerate(_rows_of_trials(samples, 4 * strategy.num_replicas - 1)):
+    samples = reader.sample(max(_NUM_SAMPLED, 4 * strategy.split.num_replicas - 1))
+    for number, rows in enumerate(_rows_of_trials(samples, 4 * strategy.split.num_replicas - 1)):
         _compare_custom_step(model, strategy, take_rows(samples, rows), number)
 
 
@@ -216,7 +216,7 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
 
 def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, number: int) -> None:
     """Does one trial of `_check_custom_step`, with these samples; `number`: others draw other random numbers."""
-    batch = strategy.shard_batch(batch_of(data, Split(strategy.num_replicas), strategy.shard))
+    batch = strategy.shard_batch(batch_of(data, dataclasses.replace(strategy.split, micro_batch_rows=None)))
 
     def begun(noise: float = 0.0) -> list[np.ndarray]:
         """Lets the step begin with other values of variables; returns these."""

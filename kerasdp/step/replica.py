@@ -376,7 +376,7 @@ class ShardSteps(Replica):
         """Gathers the rows of all replicas; axis 0 may hold several entries for each of the `num_rows` of the batch."""
         import keras
 
-        if self.strategy.num_replicas == 1:
+        if self.strategy.split.num_replicas == 1:
             return outputs
         replicas, rank = self.strategy.split.replicas(num_rows), self.rank()
         return keras.tree.map_structure(lambda rows: self.gather_shards(rows, replicas[rank], replicas), outputs)
@@ -407,7 +407,7 @@ class ShardSteps(Replica):
         """
         from kerasdp.keras_compat.layers import is_next_value
 
-        return self.strategy.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
+        return self.strategy.split.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
 
     def training_split(self) -> Split:
         """See `Replica`."""
@@ -430,7 +430,7 @@ class ShardSteps(Replica):
         """
         from kerasdp.step.row_search import context_of
 
-        if self.strategy.num_replicas == 1 and total_rows is None:
+        if self.strategy.split.num_replicas == 1 and total_rows is None:
             return None
         num_rows = len(batch.indices)
         return context_of(

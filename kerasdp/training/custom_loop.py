@@ -5,6 +5,7 @@ and is checked, as user-defined steps of `fit` are (`kerasdp.step.custom_steps`)
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ import numpy as np
 
 from kerasdp.contract import DeviceBatch, Strategy
 from kerasdp.data.batch import Feed, Reader, batch_of
-from kerasdp.data.sampling import Split
 from kerasdp.data.sources import num_samples, take_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import as_keras_gives
@@ -218,7 +218,7 @@ class Step:
                 f"the step {self.__name__}: a step of one's own trains with --strategy=data and without --accumulate"
             )
         # One program of several processes; where each has its own, --shard is refused with a step of one's own anyway.
-        is_one_program = not strategy.splits_batches and strategy.processes.num_processes > 1
+        is_one_program = strategy.split.is_one_program and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:
             raise UserError(
                 f"the step {self.__name__}: after a loop with --shard={config.shard} on several machines none could "
@@ -250,12 +250,12 @@ class Step:
 def _given(batch: Any, strategy: Strategy) -> LoopBatch:
     """Brings a batch that was given as arrays to the devices."""
     if batch is None:
-        batch = {_GIVEN: {"nothing": np.zeros((strategy.num_replicas, 1), "float32")}}
+        batch = {_GIVEN: {"nothing": np.zeros((strategy.split.num_replicas, 1), "float32")}}
     elif not (isinstance(batch, tuple) and len(batch) in (2, 3)):
         batch = {_GIVEN: {"batch": batch}}
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
-    own = batch_of(data, Split(strategy.num_replicas), strategy.shard)
+    own = batch_of(data, dataclasses.replace(strategy.split, micro_batch_rows=None))
     return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), GivenRows(data))
 
 

@@ -102,7 +102,7 @@ class Loop:
     def _check_state(self) -> None:
         """Compares the replicas after the first step and each epoch: of all else there is one, or it comes of sums."""
         self._is_state_checked = True
-        if self.strategy.splits_batches:
+        if self.strategy.split.runs_on_shards:
             require_equal_replicas(self.model, self.strategy, state_only=True)
 
     def _train(self, batches: list[DeviceBatch]) -> Logs:

@@ -132,7 +132,7 @@ def _refuse_to_train(model: keras.Model, config: Config) -> None:
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
     """Finds where the rows of a batch are in what a step computes, if a layer sees only some of them."""
     is_own = step in own_steps(model)
-    if not (strategy.splits_batches or (config.has_micro_batches and not is_own)):
+    if not (strategy.split.runs_on_shards or (config.has_micro_batches and not is_own)):
         return
     if is_own:
         if step == "train_step":
@@ -152,7 +152,7 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             )
         called = {layer.name: "assigns to a variable" for layer, _ in layout.assigning.values() if layout.keeps(layer)}
         called |= {layer.name: "adds a loss" for layer in layout.adding.values()}
-        if called and strategy.splits_batches and strategy.processes.rank == 0:
+        if called and strategy.split.runs_on_shards and strategy.processes.rank == 0:
             name, reason = next(iter(called.items()))
             others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
             report.warn(
@@ -164,7 +164,7 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
 def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) -> None:
     """Says what it costs where a loss or a metric is not known to be a sum over the samples."""
     symbols, compiled = row_layout_of(model).outputs, made_by_compile(model)
-    if symbols is None or _said_of.get(model) == compiled or not strategy.splits_batches:
+    if symbols is None or _said_of.get(model) == compiled or not strategy.split.runs_on_shards:
         return
     _said_of.put(model, compiled)
     reasons = reasons_to_gather_for_loss(model) + reasons_to_gather_for_metrics(model)
@@ -208,7 +208,7 @@ def _refuse_state_of_losses(
     """Raises `UserError` for a loss that keeps a variable, which Keras knows nothing of, where it would be lost."""
     if all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
         return
-    is_alone = strategy.num_replicas == strategy.processes.num_processes == 1
+    is_alone = strategy.split.num_replicas == strategy.processes.num_processes == 1
     if config.backend != "jax" and is_alone and not config.keeps_checkpoints:
         return
     outputs = row_layout_of(model).outputs

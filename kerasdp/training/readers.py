@@ -1,6 +1,7 @@
 """Chooses how the data that a user gives to `fit`, `evaluate` or `predict` is read."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from kerasdp.config import Config
 from kerasdp.contract import Strategy
 from kerasdp.data.batch import Batch, Feed, Reader, SampleReader
 from kerasdp.data.batch_reader import IndexedReader
-from kerasdp.data.sampling import Order, Split, seed_of_fit
+from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, refuse_strings, weights_of_classes
 from kerasdp.data.streams import Stream, StreamReader, length_of
 from kerasdp.errors import UserError
@@ -68,7 +69,7 @@ def make_reader(
     Raises:
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
     """
-    split = Split(strategy.num_replicas)
+    split = dataclasses.replace(strategy.split, micro_batch_rows=None)
     seed = seed_of_fit(config.seed, fit_number)
     source = _source_of(x, y, sample_weight, class_weight)
     if source is not None:
@@ -79,19 +80,17 @@ def make_reader(
             num_samples=source.num_samples, batch_size=batch_size, seed=seed, shuffle=shuffle, steps_per_epoch=steps
         )
         is_kept = fitting and _stays_on_device(source, config, devices)
-        return SampleReader(source, order, split, strategy.shard, is_kept)
+        return SampleReader(source, order, split, is_kept)
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
     _require_batches(x)
     steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
     if not isinstance(x, keras.utils.PyDataset):
-        return StreamReader(
-            x, split, strategy.shard, steps, seed=seed if training else None, known_streams=known_streams, **own
-        )
+        return StreamReader(x, split, steps, seed=seed if training else None, known_streams=known_streams, **own)
     if not training and steps is not None and x.num_batches:  # else samples would count twice
         steps = min(steps, x.num_batches)
-    return IndexedReader(x, split, strategy.shard, steps, order_seed=seed if training and shuffle else None, **own)
+    return IndexedReader(x, split, steps, order_seed=seed if training and shuffle else None, **own)
 
 
 def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float] | None) -> Any:

@@ -86,7 +86,7 @@ class Runner:
     @property
     def num_replicas(self) -> int:
         """Replicas of the model, one a device."""
-        return self.strategy.num_replicas
+        return self.strategy.split.num_replicas
 
     @property
     def is_chief(self) -> bool:
@@ -211,8 +211,7 @@ class Runner:
             epochs=epochs,
             max_steps=self.config.max_steps,
         )
-        with watchdog.current.compiling():
-            reader.split.micro_batch_rows = self.strategy.micro_batch_rows(model, num_rows)
+        reader.split.micro_batch_rows = self.config.micro_batch_rows(num_rows, self.devices.count)
         self.strategy.split = reader.split
         if isinstance(reader, BatchReader):
             batch_size = num_rows  # whatever it was told

@@ -114,7 +114,7 @@ def test_compiling_may_begin_anew(monkeypatch):
 def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, choices, expected):
     """On GPUs: what Inductor times would decide what a resumed run, or another rank, computes."""
     own = strategy()
-    own.is_gpu, own.num_replicas = is_gpu, num_replicas
+    own.is_gpu, own.split = is_gpu, Split(num_replicas)
     own.config = Config(backend="torch", **choices)
     options = compiled_step.inductor_options(own)
     assert {name for name, is_on in options.items() if is_on} == expected

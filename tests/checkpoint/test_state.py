@@ -107,7 +107,7 @@ def identity(model=None, *, config=None, batch_size=8, shift=0.0):
     x = np.arange(60, dtype="float32").reshape(20, 3) + shift
     source = ArraySource(x, x[:, :1], None)
     order = Order(num_samples=20, batch_size=batch_size, seed=0)
-    return state.identity(config or Config(), model or build(), SampleReader(source, order, Split(1), (0, 1)), None)
+    return state.identity(config or Config(), model or build(), SampleReader(source, order, Split(1)), None)
 
 
 def test_the_same_run_is_the_same():

@@ -18,7 +18,7 @@ X, Y = np.arange(22).reshape(11, 2), np.arange(11)
 
 def read(part, num_replicas=4, **order):
     batches = Order(num_samples=11, batch_size=6, **order)
-    reader = SampleReader(ArraySource({"a": X}, Y), batches, Split(num_replicas), part)
+    reader = SampleReader(ArraySource({"a": X}, Y), batches, Split(num_replicas, part))
     return [batch() for batch in reader.epoch(0)]
 
 
@@ -45,7 +45,7 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
             return X[3 * index : 3 * index + 3], Y[3 * index : 3 * index + 3]
 
     def epoch(seed, number):
-        reader = IndexedReader(Batches(), Split(2), (0, 1), order_seed=seed)
+        reader = IndexedReader(Batches(), Split(2), order_seed=seed)
         return [batch.targets[: len(batch.indices)].tolist() for batch in (read() for read in reader.epoch(number))]
 
     assert epoch(None, 0) == epoch(None, 1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
@@ -72,7 +72,7 @@ def test_a_batch_is_read_once_whoever_looks_at_it():
             self.calls.append("begin")
 
     data = Drawing()
-    reader = IndexedReader(data, Split(1), (0, 1))
+    reader = IndexedReader(data, Split(1))
     first, (_, sample, _) = reader.first(), reader.sample(5)
     assert first.targets.tolist() == [2, 2, 2]
     assert sample.tolist() == [2] * 5
@@ -99,13 +99,13 @@ class SlowSource(ArraySource):
 def test_reading_ahead_in_threads_keeps_the_order():
     source = SlowSource()
     order = Order(num_samples=40, batch_size=2, shuffle=False)
-    feed = Feed(SampleReader(source, order, Split(1), (0, 1)), lambda batch: batch.inputs.tolist())
+    feed = Feed(SampleReader(source, order, Split(1)), lambda batch: batch.inputs.tolist())
     assert sum(feed, []) == list(range(40))
     assert len(source.threads) > 1
 
 
 def test_an_epoch_that_is_left_early_stops_reading():
-    feed = Feed(SampleReader(SlowSource(), Order(num_samples=40, batch_size=2), Split(1), (0, 1)), lambda batch: batch)
+    feed = Feed(SampleReader(SlowSource(), Order(num_samples=40, batch_size=2), Split(1)), lambda batch: batch)
     before = threading.active_count()
     iterator = iter(feed)
     next(iterator)
@@ -118,7 +118,7 @@ def test_an_error_in_a_reading_thread_reaches_the_training():
         def inputs(self, indices):
             raise OSError("the disk is gone")
 
-    feed = Feed(SampleReader(Broken(), Order(num_samples=40, batch_size=2), Split(1), (0, 1)), lambda batch: batch)
+    feed = Feed(SampleReader(Broken(), Order(num_samples=40, batch_size=2), Split(1)), lambda batch: batch)
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(feed))
 
@@ -132,12 +132,12 @@ def test_a_feed_resumes_within_an_epoch():
     """The batches before the resume point keep their places, and are not read."""
     source = SlowSource()
     order = Order(num_samples=40, batch_size=8, seed=3)
-    whole = Feed(SampleReader(source, order, Split(1), (0, 1)), lambda batch: batch.indices.tolist(), RunState())
+    whole = Feed(SampleReader(source, order, Split(1)), lambda batch: batch.indices.tolist(), RunState())
     whole.run_state.begin_epoch(2)
     expected = list(whole)
     source.read = []
     source.inputs = lambda indices: source.read.append(indices.tolist()) or indices
-    rest = Feed(SampleReader(source, order, Split(1), (0, 1)), lambda batch: batch.indices.tolist(), RunState())
+    rest = Feed(SampleReader(source, order, Split(1)), lambda batch: batch.indices.tolist(), RunState())
     resume(rest, 2, 3)
     rest.run_state.begin_epoch(2)
     assert rest.run_state.num_skipped == 3
@@ -164,7 +164,7 @@ def test_a_dataset_that_shuffles_itself_resumes():
             self.random.shuffle(self.rows)
 
     def feed():
-        return Feed(IndexedReader(Shuffling(), Split(1), (0, 1)), lambda batch: batch.targets.tolist(), RunState())
+        return Feed(IndexedReader(Shuffling(), Split(1)), lambda batch: batch.targets.tolist(), RunState())
 
     whole, rest = feed(), feed()
     for epoch in range(3):

@@ -81,11 +81,11 @@ def test_one_process_reads_and_all_train(is_indexed):
         yield from batches(6)
 
     def work(scatter, rank):
-        place = Split(3), (rank, 3)
+        place = Split(3, (rank, 3))
         if is_indexed:
-            reader = IndexedReader(Indexed(workers=2), *place, scatter=scatter)
+            reader = IndexedReader(Indexed(workers=2), place, scatter=scatter)
         else:
-            reader = StreamReader(generator(rank), *place, scatter=scatter)
+            reader = StreamReader(generator(rank), place, scatter=scatter)
         reader.first()
         rows = reader.sample(5)
         feed = Feed(reader, lambda batch: batch, RunState())
@@ -113,7 +113,7 @@ def test_what_goes_wrong_where_it_is_read_ends_all():
         raise OSError("the disk is gone")
 
     def work(scatter, rank):
-        reader = StreamReader(generator(), Split(3), (rank, 3), scatter=scatter)
+        reader = StreamReader(generator(), Split(3, (rank, 3)), scatter=scatter)
         return list(Feed(reader, lambda batch: batch, RunState()))
 
     found = in_each_rank(work)
@@ -123,7 +123,7 @@ def test_what_goes_wrong_where_it_is_read_ends_all():
 
 def test_the_end_is_that_of_the_process_that_reads():
     def work(scatter, rank):
-        reader = StreamReader(batches(5 - rank), Split(3), (rank, 3), scatter=scatter)
+        reader = StreamReader(batches(5 - rank), Split(3, (rank, 3)), scatter=scatter)
         return len(list(Feed(reader, lambda batch: batch, RunState())))
 
     assert in_each_rank(work) == [5, 5, 5]

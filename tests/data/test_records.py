@@ -54,7 +54,7 @@ def test_each_record_of_a_batch_is_read_once(records, weight):
 
 def test_a_run_that_resumes_reads_nothing_of_what_is_behind():
     records = Rows()
-    reader = SampleReader(kerasdp.RecordSource(records), Order(num_samples=22, batch_size=7), Split(1), (0, 1))
+    reader = SampleReader(kerasdp.RecordSource(records), Order(num_samples=22, batch_size=7), Split(1))
     rest = [read() for read in reader.epoch(0, start=2)]
     assert records.read == np.concatenate([batch.indices for batch in rest]).tolist()
     assert len(records.read) == 22 - 2 * 7

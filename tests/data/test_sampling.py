@@ -69,7 +69,7 @@ def test_epochs_of_a_given_length_go_on_where_the_last_one_stopped():
 )
 def test_padding_stands_at_the_end_and_divides(num_rows, num_replicas, size):
     assert replica_rows(num_rows, num_replicas) == size
-    padded = Split(num_replicas).rows_of_process(num_rows, (0, 1))
+    padded = Split(num_replicas).rows_of_process(num_rows)
     assert len(padded) == size * num_replicas
     assert padded[:num_rows].tolist() == list(range(num_rows))
     assert set(padded[num_rows:]) <= {num_rows - 1}

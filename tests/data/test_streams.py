@@ -19,7 +19,7 @@ def batches(count=5, rows=4):
 
 
 def reader_of(data, *, steps=None, replicas=1, shard=(0, 1), **options):
-    return StreamReader(data, Split(replicas), shard, steps, **options)
+    return StreamReader(data, Split(replicas, shard), steps, **options)
 
 
 def feed_of(reader):

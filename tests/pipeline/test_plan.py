@@ -8,7 +8,7 @@ from keras import layers
 from kerasdp.config import Config
 from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
-from kerasdp.scale.pipeline import flat_inputs, functional, packed_outputs, rows_of_micro_batch, stages_of
+from kerasdp.scale.pipeline import flat_inputs, functional, packed_outputs, stages_of
 
 
 def net(loss="mse"):
@@ -42,12 +42,12 @@ def test_stages():
 )
 def test_size_of_a_micro_batch(num_stages, num_rows, choices, expected):
     """Whatever the run's own size of a batch is."""
-    assert rows_of_micro_batch(Config(strategy="pipeline", **choices), num_stages, num_rows) == expected
+    assert Config(strategy="pipeline", **choices).micro_batch_rows(num_rows, num_stages) == expected
 
 
 def test_batches_that_cannot_be_cut_as_asked():
     with pytest.raises(UserError, match="--split_size: expected at most 8, a batch's samples. Received: 16"):
-        rows_of_micro_batch(Config(strategy="pipeline", split_size=16), 2, 8)
+        Config(strategy="pipeline", split_size=16).micro_batch_rows(8, 2)
 
 
 class OwnTrainStep(keras.Model):
@@ -127,6 +127,6 @@ def test_stages_compute_what_the_model_computes(inputs, outputs, given):
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (7, 3), (61, 8), (61, 61), (64, 100)])
 def test_each_row_is_in_one_micro_batch(num_rows, size):
-    parts = [rows for (rows,) in Split(1, size).micro_batches(num_rows)]
+    parts = [rows for (rows,) in Split(1, micro_batch_rows=size).micro_batches(num_rows)]
     assert [row for each in parts for row in range(each.first, each.first + each.num_rows)] == list(range(num_rows))
     assert {each.num_rows for each in parts[:-1]} <= {size} and 0 < parts[-1].num_rows <= size

@@ -13,7 +13,7 @@ from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_wh
 from kerasdp.backends.jax.train_step import Layout, make_step_functions
 from kerasdp.config import Config
 from kerasdp.contract import DeviceBatch, StepFunctions
-from kerasdp.data.sampling import CachedRows
+from kerasdp.data.sampling import CachedRows, Split
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import RunState
 from kerasdp.same.replica_context import ReplicaContext
@@ -32,11 +32,10 @@ class DataParallel(JaxStrategy):
         by_rows: the sharding of inputs, targets and sample weights.
     """
 
-    splits_batches = False
-
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
-        self.num_replicas = devices.count
+        shard = self.processes.rank, self.processes.num_processes
+        self.split = Split(devices.count, shard, is_one_program=True)
         self.replicated, self.by_rows = shardings_over(self.devices)
 
     @functools.cached_property
@@ -90,7 +89,7 @@ class DataParallel(JaxStrategy):
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes jitted train, test and predict functions, each one program on all devices."""
-        context = ReplicaContext(num_replicas=self.num_replicas) if self.num_replicas > 1 else None
+        context = ReplicaContext(num_replicas=self.split.num_replicas) if self.split.num_replicas > 1 else None
         return make_step_functions(model, self.layout(), context, lambda: self.split)
 
     def layout(self) -> Layout:

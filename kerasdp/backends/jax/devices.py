@@ -151,8 +151,7 @@ class JaxStrategy(Strategy):
     def __init__(self, devices: Devices, config: Config):
         self.config = config
         self.processes = SingleProcess() if devices.cluster is None else processes.JaxProcesses(config)
-        self.shard = self.processes.rank, self.processes.num_processes
-        self.num_devices, self.devices = devices.count, start_jax(devices, config)
+        self.devices = start_jax(devices, config)
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:

@@ -24,7 +24,7 @@ from kerasdp.backends.tensorflow.train_step import (
 )
 from kerasdp.config import Config
 from kerasdp.contract import DeviceBatch, StepFunctions, Structure, T, Trained
-from kerasdp.data.sampling import CachedRows
+from kerasdp.data.sampling import CachedRows, Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.processes.devices import Devices
@@ -43,8 +43,7 @@ class DataParallel(TensorFlowStrategy):
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""
         super().__init__(devices, config)
-        self.num_replicas = devices.count
-        self.splits_batches = devices.count > 1
+        self.split = Split(devices.count)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
         self.mirrored = one if devices.count == 1 else private.mirrored_strategy(self.device_names)
@@ -76,7 +75,7 @@ class DataParallel(TensorFlowStrategy):
         """Splits a batch over the devices: lists with an entry a device."""
         import keras
 
-        names, size = self.device_names, len(batch.own_indices) // self.num_replicas
+        names, size = self.device_names, len(batch.own_indices) // self.split.num_replicas
         places = [slice(first, first + size) for first in range(0, len(batch.own_indices), size)]
 
         def each(data: Structure) -> list[Structure]:
@@ -157,7 +156,7 @@ class DataParallel(TensorFlowStrategy):
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
-            if model.jit_compile and self.num_replicas > 1:
+            if model.jit_compile and self.split.num_replicas > 1:
                 raise UserError("jit_compile=True: TensorFlow takes one device for it; leave it out, or use --gpus=1")
 
             def run_shards(*data: Any) -> Any:
@@ -177,7 +176,7 @@ class DataParallel(TensorFlowStrategy):
         """Raises `UserError` for a variable that is not mirrored: each replica would change it once more."""
         from kerasdp.keras_compat.layers import raw_value
 
-        for variable in all_variables(model) if self.num_replicas > 1 else ():
+        for variable in all_variables(model) if self.split.num_replicas > 1 else ():
             if not isinstance(raw_value(variable), tf.distribute.DistributedValues):
                 raise UserError(
                     f"{variable.path} of {model.name} was made outside of runner.scope(), so it is on one device only: "
@@ -191,7 +190,7 @@ class DataParallel(TensorFlowStrategy):
             copies = self.mirrored.experimental_local_results(variable.value)
             return {hashlib.sha256(copy.numpy().tobytes()).digest() for copy in copies}
 
-        several = compared_variables(model, state_only) if self.num_replicas > 1 else ()
+        several = compared_variables(model, state_only) if self.split.num_replicas > 1 else ()
         return [each.path for each in several if len(digests(each)) > 1]
 
     @contextlib.contextmanager
@@ -204,6 +203,6 @@ class DataParallel(TensorFlowStrategy):
         from kerasdp.keras_compat.optimizers import no_gradient_sum
 
         metrics = [variable.value for variable in model.metrics_variables]
-        gradients = no_gradient_sum() if self.num_replicas > 1 else contextlib.nullcontext()
+        gradients = no_gradient_sum() if self.split.num_replicas > 1 else contextlib.nullcontext()
         with private.read_from_first_replica(metrics), gradients:
             yield

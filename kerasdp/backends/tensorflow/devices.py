@@ -85,8 +85,8 @@ class TensorFlowStrategy(Strategy):
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""
-        self.config, self.num_devices = config, devices.count
-        self.processes, self.shard = SingleProcess(), (0, 1)
+        self.config = config
+        self.processes = SingleProcess()
         self.device_names = device_names(devices)
 
     def peak_memory_bytes(self) -> int:

@@ -42,7 +42,7 @@ class ReplicaSteps(ShardSteps):
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
         """See `Replica`. In graphs, micro-batches of one size are calls of one function."""
         # Several replicas cannot meet within a function.
-        if one.total_rows is not None and self.strategy.num_replicas == 1 and not tf.executing_eagerly():
+        if one.total_rows is not None and self.strategy.split.num_replicas == 1 and not tf.executing_eagerly():
             return self._by_call(compute, one)
         with tf.GradientTape() as tape:
             loss, share, found = compute(one)
@@ -78,7 +78,7 @@ class ReplicaSteps(ShardSteps):
         """See `Replica`. Both are one message."""
         from kerasdp.keras_compat.layers import is_next_value
 
-        if self.strategy.num_replicas == 1:
+        if self.strategy.split.num_replicas == 1:
             return lambda: (gradients, shared)
         weights = self.model.trainable_weights
         next_values = self.next_values(gradients, weights)
@@ -99,7 +99,7 @@ class ReplicaSteps(ShardSteps):
         model = self.model
         if can_update_at_once(model.optimizer, model.trainable_weights):
             update_at_once(model.optimizer, all_variables(model), update)
-        elif self.strategy.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
+        elif self.strategy.split.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
             # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
             raise UserError(
                 "gradient_accumulation_steps and ema_overwrite_frequency: TensorFlow cannot do that with this "
@@ -118,9 +118,9 @@ class ReplicaSteps(ShardSteps):
         with contextlib.ExitStack() as stack:
             if name in self.own:
                 stack.enter_context(updating_at_once())
-                if self.strategy.num_replicas > 1:
+                if self.strategy.split.num_replicas > 1:
                     stack.enter_context(join_steps(self.model))
-            elif self.strategy.num_replicas > 1:
+            elif self.strategy.split.num_replicas > 1:
                 stack.enter_context(losses_by_thread(all_layers(self.model)))
             yield
 

@@ -196,7 +196,7 @@ class CompiledStep(abc.ABC):
         graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
         refuse_exchanges(graph.graph)
         refuse_draws(graph.graph)
-        if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
+        if self.strategy.split.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)
         if self.strategy.is_gpu:
             self._bring_to_device(graph)
@@ -256,7 +256,7 @@ class RankInGraph(RankSteps):
         own = {id(each) for each in self.model.trainable_weights if is_next_value(each)}
         if self.parts is not None and self.parts.holds_weights:
             own |= self.parts.axes.keys()  # of these the backward pass gives this process its own part of the mean
-        self._buckets = GradientBuckets(self.strategy.num_replicas, own, self.parts)
+        self._buckets = GradientBuckets(self.strategy.split.num_replicas, own, self.parts)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
         """See `Replica`. With one pass, gradients are sent as they come."""
@@ -280,7 +280,7 @@ class RankInGraph(RankSteps):
         if not self._buckets.has_hooks:
             self._buckets.take({id(variable): gradient for variable, gradient in zip(variables, gradients)})
         means, sums = self._buckets.mean(gradients, variables, flat(shared))
-        if self.strategy.num_replicas > 1:
+        if self.strategy.split.num_replicas > 1:
             means = self.with_next_values(means, self.next_values(means, variables))
         received = means, unflat(sums, shared)
         return lambda: received
@@ -360,11 +360,11 @@ def inductor_options(strategy: Any) -> dict[str, bool]:
     """Returns the options of Inductor (2.13)."""
     # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
     options = {"layout_optimization": False}
-    if strategy.is_gpu and (strategy.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
+    if strategy.is_gpu and (strategy.split.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
         # Its first run warms up, the second records, the others replay: on all ranks alike, so NCCL's messages in it
         # meet. Not seen on several GPUs yet, and so only where it is asked for.
         options["triton.cudagraphs"] = True
-    if strategy.is_gpu and (strategy.num_replicas > 1 or strategy.config.deterministic):
+    if strategy.is_gpu and (strategy.split.num_replicas > 1 or strategy.config.deterministic):
         # It times several ways to sum, and to multiply with padding, and takes the fastest: another one in a resumed
         # run, or on another rank, whose weights would differ from then on.
         options["deterministic"] = True

@@ -13,6 +13,7 @@ from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.contract import DeviceBatch, StepFunctions, T, Trained
+from kerasdp.data.sampling import Split
 from kerasdp.processes.devices import Devices
 from kerasdp.processes.watchdog import shapes_of
 from kerasdp.run_state import Detail, RunState
@@ -38,9 +39,7 @@ class DataParallel(TorchStrategy):
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
         super().__init__(devices, config)
-        self.num_replicas = devices.count
-        self.splits_batches = self.num_replicas > 1
-        self.shard = self.processes.rank, devices.count
+        self.split = Split(devices.count, (self.processes.rank, devices.count))
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows to its device."""
@@ -60,7 +59,7 @@ class DataParallel(TorchStrategy):
         from kerasdp.same.layers import BatchNormalization
 
         exchange = (isinstance(layer, BatchNormalization) and layer.statistics == "sync" for layer in all_layers(model))
-        if self.num_replicas > 1 and self.statistics_group is None and any(exchange):
+        if self.split.num_replicas > 1 and self.statistics_group is None and any(exchange):
             self.statistics_group = torch.distributed.new_group(timeout=timeout_of(self.config))
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:

@@ -184,7 +184,7 @@ class TorchStrategy(Strategy):
 
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
-        self.config, self.num_devices = config, devices.count
+        self.config = config
         self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device, config)

@@ -50,7 +50,7 @@ class RankSteps(ShardSteps):
         from kerasdp.keras_compat.layers import is_next_value
 
         variables = self.model.trainable_weights
-        if self.strategy.num_replicas > 1:
+        if self.strategy.split.num_replicas > 1:
             reduce_others(self.module, [variable for variable in variables if not is_next_value(variable)])
             gradients = self.with_next_values(gradients, self.next_values(gradients, variables))
             shared = self.sums(shared)
@@ -116,7 +116,7 @@ class RankSteps(ShardSteps):
         """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
         model, strategy = self.model, self.strategy
         # DistributedDataParallel refuses a model without trainable weights.
-        if strategy.num_replicas == 1 or not model.trainable_weights:
+        if strategy.split.num_replicas == 1 or not model.trainable_weights:
             return model
         used = self._used_weights(batch)
         if not used:
@@ -128,7 +128,7 @@ class RankSteps(ShardSteps):
             device_ids=[strategy.device] if strategy.is_gpu else None,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
-        if strategy.num_replicas > 2:
+        if strategy.split.num_replicas > 2:
             # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as
             # they came. Where in a message a number stands decides in which order those of the ranks are added: the
             # first step after a resume would differ by round-off. The sum of two is the same in any order.
