@@ -23,7 +23,7 @@ from typing import NamedTuple
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import function_def_to_graph, kernels, op_def_registry
+from tensorflow.python.framework import function_def_to_graph, kernels
 
 MOST_ON_HOST = 8
 HANDLES = (tf.resource, tf.variant)
@@ -253,23 +253,6 @@ class Judge:
         """Whether this call is compiled by XLA."""
         attribute = op.node_def.attr.get("_XlaMustCompile")
         return bool(attribute and attribute.b) or context.context().get_function_def(name).attr["_XlaMustCompile"].b
-
-    def eager(self, kind: str, inputs, attributes: dict, outputs) -> None:
-        """Judges an operation that ran outside of all graphs."""
-        op_def = op_def_registry.get(kind)
-        types = types_of(op_def, attributes.__getitem__)
-        words = "/".join("+".join(dict.fromkeys(tf.as_dtype(t).name for t in each)) for each in types.values())
-        on_host = Kernels.host_arguments(kind, types)
-        self.count(f"eager {kind}")
-        names = expanded(op_def.input_arg, attributes.__getitem__)
-        for tensor, name in zip(inputs, names, strict=True):
-            size = size_of(tensor)
-            if tensor.dtype in HANDLES or size <= MOST_ON_HOST:
-                continue
-            if on_host is None or name in on_host:
-                self.note("eager, no kernel" if on_host is None else "eager, host memory", kind, words, size)
-            elif tensor.dtype == tf.int32 and size > max(map(size_of, outputs)):
-                self.note("eager, from host memory", kind, words, size)  # where it stays: again in each step
 
 
 def short(name: str) -> str:
