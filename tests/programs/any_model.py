@@ -13,11 +13,10 @@ from model_changes import make_before
 from own_steps_base import main
 
 if __name__ == "__main__":
-    left_out = ()
-    if sys.argv[2] == "1":  # else it would have to be sent to other processes, and nothing starts
+    if sys.argv[2] == "1":
         make_before()
-    else:
-        left_out = ("made_before_launch", "optimizer_made_before_launch")
-    main({name: case for name, case in CASES.items() if name not in left_out}, precision="auto")
+    elif sys.argv[1] != "torch":  # one process, in which nothing starts before: a run on several devices needs another
+        sys.argv[3:] = [name for name in sys.argv[3:] or CASES if "made_before" not in name]
+    main(CASES, precision="auto")
 elif sys.argv[1:2] == ["torch"]:
     make_before()

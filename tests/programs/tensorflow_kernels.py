@@ -131,8 +131,7 @@ def judge(watch: Watch, case: str, count: int) -> dict:
     for name in sorted(watch.roots):
         judged.root(name)
         require_deterministic(judged.graph(name))  # the kit's models have nothing that it refuses
-    found = [[*key, count, most] for key, (count, most) in sorted(judged.found.items())]
-    return {"num_roots": len(watch.roots), "found": found, "seen": judged.seen}
+    return {"num_roots": len(watch.roots), "found": sorted(judged.found), "seen": judged.seen}
 
 
 def faults() -> dict:
@@ -152,7 +151,7 @@ def faults() -> dict:
     for name, (function, argument) in cases.items():
         judged = gpu_kernels.Judge()
         judged.root(tf.function(function, autograph=False).get_concrete_function(argument).name.decode())
-        found[name] = sorted({(kind, operation) for kind, operation, _ in judged.found})
+        found[name] = sorted(judged.found)
     return found
 
 
