@@ -3,20 +3,37 @@
 python any_model.py BACKEND NUM_DEVICES [CASE...]
 """
 
+import functools
 import sys
 
 import chosen_backend  # noqa: F401
 import model_kinds  # noqa: F401  # holds cases, as does the next
 import model_methods  # noqa: F401
 from model_case import CASES
-from model_changes import make_before
-from own_steps_base import main
+from model_changes import MADE_BEFORE, make_before
+from starting import printed
+
+import kerasdp
+
+
+def train(runner, names):
+    left_out = () if MADE_BEFORE else ("made_before_launch", "optimizer_made_before_launch")
+    return {name: outcome(CASES[name], runner) for name in names or CASES if name not in left_out}
+
+
+def outcome(function, runner):
+    try:
+        return function(runner)
+    except kerasdp.UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"a crash: {type(error).__name__}: {error}"
+
 
 if __name__ == "__main__":
-    if sys.argv[2] == "1":
+    backend, num_devices, *names = sys.argv[1:]
+    if num_devices == "1":  # else it would have to be sent to other processes, and nothing starts
         make_before()
-    elif sys.argv[1] != "torch":  # one process, in which nothing starts before: a run on several devices needs another
-        sys.argv[3:] = [name for name in sys.argv[3:] or CASES if "made_before" not in name]
-    main(CASES, precision="auto")
+    printed(functools.partial(train, names=names), backend, num_devices)
 elif sys.argv[1:2] == ["torch"]:
     make_before()

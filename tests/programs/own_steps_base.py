@@ -23,7 +23,7 @@ def main(cases, **settings):
     backend, num_devices, *names = sys.argv[1:]
     more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
     chosen = {name: cases[name] for name in names or cases}
-    settings = {"precision": "float64"} | settings | more
+    settings |= {"precision": "float64"} | more
     printed(functools.partial(outcomes, chosen), backend, num_devices, **settings)
 
 
