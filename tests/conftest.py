@@ -1,13 +1,11 @@
 """Fixtures for all tests, and the backend of the process that pytest runs in."""
 
 import os
-import pathlib
 import tempfile
 
 import pytest
 
 from kerasdp.errors import from_command_line
-from tests.gpu.report import REPORT, write_report
 from tests.helpers import BACKENDS, SERVERS
 
 # For the tests of code that is the same on every backend, which run in this process.
@@ -16,11 +14,8 @@ os.environ["KERAS_BACKEND"] = BACKENDS[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds what the tests on GPUs know; pytest reads options here and not in their folder."""
+    """Adds what the tests on GPUs know; pytest reads an option here and not in their folder."""
     parser.addoption("--rehearse", action="store_true", help="tests on GPUs: run on virtual CPU devices instead")
-    parser.addoption(
-        "--budget", metavar="MINUTES", type=float, help="tests on GPUs: the most worth first, none after it"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,20 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="kerasdp-tests-", dir="/tmp")  # a socket has a short path
         os.environ[SERVERS] = folder.name
         config.add_cleanup(folder.cleanup)
-
-
-def pytest_terminal_summary(terminalreporter, config) -> None:
-    """Writes the report of the tests on GPUs, where they have run; with several processes, in the first."""
-    outcomes = [
-        outcome
-        for kind in ("passed", "failed", "error", "skipped")
-        for outcome in terminalreporter.stats.get(kind, [])
-        if "tests/gpu/" in outcome.nodeid and (outcome.when == "call" or outcome.outcome != "passed")
-    ]
-    if outcomes:
-        path = pathlib.Path(config.rootpath) / REPORT
-        write_report(path, sorted(outcomes, key=lambda outcome: outcome.nodeid))
-        terminalreporter.write_line(f"What was found on this machine is in {path}")
 
 
 @pytest.fixture(params=BACKENDS)

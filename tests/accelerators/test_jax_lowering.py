@@ -192,10 +192,3 @@ def test_deterministic_steps_compile(platform):
     done = run(PROGRAMS / "lower_jax.py", *map(json.dumps, cases), timeout=600, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     sent = [sent_by(found, platform)["all-reduce"] for found in result_of(done)]
     assert all(map(operator.gt, sent, [17_000, 17_000]))
-
-
-@compilers
-def test_attention_on_several_devices_compiles(platform):
-    """Keras' kernel for TPUs would not: hence it is off there."""
-    done = run(PROGRAMS / "attention_there.py", platform, timeout=600, JAX_PLATFORMS="cpu", KERAS_BACKEND="jax")
-    assert result_of(done) == {"float32": "compiled", "bfloat16": "compiled"}

@@ -8,13 +8,11 @@ pytestmark = pytest.mark.proof
 # What is left, and why.
 LEFT = {
     # The loss of float64, which is for telling round-off from mistakes.
-    "float64": {("no kernel", "SparseSoftmaxCrossEntropyWithLogits")},
+    "float64": [["no kernel", "SparseSoftmaxCrossEntropyWithLogits"]],
 }
-ONE = ["convnet", "kept", "kept-several", "float16", "tokens", "kept-tokens", "accumulate", "accumulate-float16"]
-TWO = [
-    "lenet", "adam", "convnet", "clipnorm", "replica", "uneven", "uneven-replica", "bfloat16", "float16", "float64",
-    "kept", "several", "kept-several", "tokens", "kept-tokens", "accumulate", "resnet18", "resnet50",
-]  # fmt: skip
+ONE = ["convnet", "kept-several", "kept-tokens", "accumulate-float16"]
+TWO = ["adam", "convnet", "clipnorm", "uneven", "uneven-replica", "bfloat16", "float64", "kept-tokens", "resnet50"]
+TWO += ["accumulate-float16"]
 
 
 def judged(count, *cases):
@@ -30,17 +28,13 @@ def test_a_step_on_gpus_stays_on_the_device():
     case, faults = found["kept-several"], found["faults"]
     assert case["found"] == []
     assert case["num_roots"] == 3 and case["seen"]["Conv2D"] >= 6 and case["seen"]["CollectiveReduceV2"] >= 4
-    assert case["seen"]["eager ResourceGather"] >= 4 and case["seen"]["compiled call"] > 20
+    assert case["seen"]["compiled call"] > 20
     # What the judge is for.
     assert faults == {
         "stack": [["no kernel", "Pack"]],
-        "border": [["host memory", "Reshape"], ["int32 at a compiled function", "<lambda>"]],
         "reshape": [["host memory", "Mul"], ["host memory", "Reshape"], ["the host waits", "StridedSlice of ArgMax"]],
         "cond": [["the host waits", "StatelessIf of All"]],
-        "host": [["on the host", "Exp"]],
-        "drawn": [],
         "fine": [],
-        "eager": [["eager, no kernel", "GatherV2"]],
     }
 
 
@@ -48,8 +42,7 @@ def test_a_step_on_gpus_stays_on_the_device():
 def test_all_steps_stay_on_the_device(count, cases):
     found = judged(count, *cases)
     for case in cases:
-        received = {(kind, operation) for kind, operation, *_ in found[case]["found"]}
-        assert received == (LEFT.get(case, set()) if count == 2 else set()), case
+        assert found[case]["found"] == (LEFT.get(case, []) if count == 2 else []), case
         compiled = sum(number for kind, number in found[case]["seen"].items() if kind == "compiled step")
         assert compiled == (found[case]["num_roots"] if count == 1 else 0)
         assert found[case]["num_roots"] >= 3

@@ -47,17 +47,11 @@ def test_ratios_are_of_equals():
     assert pairs == [("kerasdp-jax", "jax"), ("kerasdp-torch", "torch")]
 
 
-def test_speedups_and_the_fastest():
+def test_speedups():
     ways = [measured("kerasdp-jax", "jax", [10.0, 20.0]), measured("kerasdp-jax", "jax", [15.0, 40.0], num_devices=4)]
-    ways.append(measured("kerasdp-torch", "torch", [30.0, 30.0]))
-    ways.append(measured("torch", "torch", [99.0, 99.0]))
     assert measure.speedups(ways) == {
         "kerasdp-jax": {1: {"median": 1.0, "min": 1.0, "max": 1.0}, 4: {"median": 1.75, "min": 1.5, "max": 2.0}}
     }
-    assert measure.fastest(ways) == [
-        "fastest on 1 device: torch, 99.0 images/s",
-        "fastest backend of the kit on 1 device: torch, 30.0 images/s",
-    ]
 
 
 def test_model_flops_utilization():
@@ -74,13 +68,10 @@ def test_model_flops_utilization():
     [
         ("NVIDIA H100 80GB HBM3", 67e12, 989e12),
         ("NVIDIA H100 PCIe", 51e12, 756e12),
-        ("NVIDIA A10G", 31.5e12, 70e12),
-        ("NVIDIA A10", 31.2e12, 125e12),
         ("Tesla T4", 8.1e12, None),
         ("TPU v5 lite", None, 197e12),
         # Others that have a known name within theirs.
         ("NVIDIA RTX A1000 Laptop GPU", None, None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
         ("cpu", None, None),
     ],
 )

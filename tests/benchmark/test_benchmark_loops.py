@@ -4,9 +4,14 @@ import json
 import subprocess
 import sys
 
+import keras
 import pytest
 
+import kerasdp
 from tests.helpers import BACKENDS, ROOT, results
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from step_bytes import step_bytes  # noqa: E402
 
 pytestmark = pytest.mark.proof
 MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", "tagger", "unet", "efficientnet"]
@@ -50,6 +55,29 @@ def test_devices_send_the_gradients_and_no_outputs(backend, flags):
     least = 4 * kit["parameters"]
     for program in (loop, kit):
         assert least <= program["bytes_a_step"] <= 1.01 * least
+
+
+# Of a message through the sockets of torch's virtual devices.
+HEAD = 16
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("model", "batch_norm"), [("convnet", "sync"), ("convnet", "replica"), ("resnet18", "sync")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_device_sends_what_is_computed(backend, model, batch_norm, count):
+    """By benchmarks/step_bytes.py, of which docs/scaling.md is made."""
+    flags = [f"--model={model}", f"--batch_norm={batch_norm}", "--batch_size=60", f"--devices={count}"]
+    kit = started("kit_loop.py", f"--backend={backend}", "--compile=off", "--traffic", *flags)
+    config = kerasdp.Config(backend=backend, model=model, batch_norm=batch_norm, batch_size=60)
+    data = kerasdp.load_data(config)
+    built = kerasdp.portable(kerasdp.build_model(config, data.input_shape, data.num_classes))
+    built.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    built.evaluate(data.test.inputs([0]), data.test.targets([0])[0], verbose=0)  # which builds the metrics
+    sent = step_bytes(built, config, count)
+    gathered = count * sent.gathered  # benchmarks/traffic.py counts what has been gathered
+    if backend == "torch":  # its messages go through sockets, to each other rank by itself
+        gathered = (count - 1) * (sent.gathered + HEAD * sent.num_gatherings)
+    assert kit["bytes_a_step"] == sent.gradients + sent.metrics + sent.statistics + gathered
 
 
 def test_memory_of_compiling_is_given_back():

@@ -2,56 +2,16 @@
 
 python -m pytest -m gpu             on whatever this machine has; a test skips by name for what is not there
 python -m pytest -m gpu --rehearse  the same programs on two virtual CPU devices, to test the tests
-python -m pytest -m gpu --budget=40 what is worth most first; no test begins after 40 minutes, as on a rented machine
 """
 
 import dataclasses
+import functools
 import json
-import time
 
 import numpy as np
 import pytest
 
-from tests.gpu.report import seen_by
-from tests.helpers import BACKENDS, run
-
-# What a short time is spent on first: a test's name, and what its parameters must hold.
-WORTH = (
-    ("test_losses_are_those_on_the_cpu", "-1-", "float32"),
-    ("test_a_step_of_torch_is_one_cuda_graph",),
-    ("test_no_step_waits_for_the_device", "convnet", "-1"),
-    ("test_benchmark", "resnet18"),
-    ("test_half_precision_learns",),
-    ("test_resumed_twice", "1"),
-    ("test_losses_are_those_on_the_cpu", "float64"),
-    ("test_the_default_command",),
-    ("test_benchmark",),
-)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts first what is worth most, where there is a budget."""
-    if config.getoption("--budget") is not None:
-        items.sort(key=lambda item: next((i for i, words in enumerate(WORTH) if _is_of(item, words)), len(WORTH)))
-
-
-def _is_of(item: pytest.Item, words: tuple[str, ...]) -> bool:
-    return "tests/gpu/" in item.nodeid and all(word in item.nodeid for word in words)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Notes when the budget begins."""
-    session.config.stash[BEGIN] = time.monotonic()
-
-
-BEGIN = pytest.StashKey[float]()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what would begin after the budget."""
-    budget = item.config.getoption("--budget")
-    if budget is not None and time.monotonic() - item.config.stash[BEGIN] > 60 * budget:
-        pytest.skip(f"not begun within --budget={budget:g} minutes")
+from tests.helpers import BACKENDS, result_of, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +21,16 @@ class Run:
     losses: np.ndarray
     report: dict
     errors: str
+
+
+@functools.cache
+def seen_by(backend):
+    """How many GPUs or TPUs of this machine a run of a backend would take."""
+    program = (
+        f"from kerasdp.backends.{backend}.devices import make_devices; from kerasdp.config import Config; "
+        f"found = make_devices(Config(backend={backend!r})); print('RESULT', found.count * found.is_accelerator)"
+    )
+    return result_of(run("-c", program))
 
 
 class Machine:

@@ -105,38 +105,6 @@ def kept(runner):
             self.largest.assign(ops.maximum(self.largest, ops.ceil(4 * ops.max(ops.abs(x)))))
             return outputs
 
-    class Codebook(layers.Layer):
-        """Codes that follow the rows by averages, and are used at once; adds a loss as well."""
-
-        def build(self, shape):
-            self.codes = self.add_weight(shape=(8, shape[-1]), trainable=False, name="codes")
-            self.counts = self.add_weight(shape=(8,), initializer="ones", trainable=False, name="counts")
-
-        def call(self, x, training=False):
-            apart = ops.sum(ops.square(x[:, None] - self.codes[None]), -1)
-            chosen = ops.one_hot(ops.argmin(apart, -1), 8, dtype=x.dtype)
-            if training:
-                self.counts.assign(0.9 * self.counts + 0.1 * ops.sum(chosen, 0))
-                sums = ops.matmul(ops.transpose(chosen), ops.stop_gradient(x))
-                self.codes.assign(0.9 * self.codes + 0.1 * sums / self.counts[:, None])
-            code = ops.matmul(chosen, self.codes)
-            self.add_loss(0.1 * ops.mean(ops.square(ops.stop_gradient(code) - x)))
-            return x + ops.stop_gradient(code - x)
-
-    class Queue(layers.Layer):
-        """Rows of batches before, and a counter of steps, which no rows change."""
-
-        def build(self, shape):
-            self.rows = self.add_weight(shape=(20, shape[-1]), initializer="zeros", trainable=False, name="rows")
-            self.number = self.add_weight(shape=(), initializer="zeros", trainable=False, name="number")
-
-        def call(self, x, training=False):
-            outputs = x + 0.1 * ops.mean(self.rows, 0) + 0.01 * self.number
-            if training:
-                self.rows.assign(ops.concatenate([x, self.rows], 0)[:20])
-                self.number.assign_add(1.0)
-            return outputs
-
     class Skips(layers.Layer):
         """Keeps what a call makes in an attribute, and exchanges statistics in the middle of it."""
 
@@ -158,7 +126,7 @@ def kept(runner):
     with runner.scope():
         inputs = keras.Input((6,))
         x = Range(name="range")(layers.Dense(8, "tanh")(inputs))
-        x = Queue(name="queue")(Codebook(name="codebook")(Skips(name="skips")(x)))
+        x = Skips(name="skips")(x)
         model = keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.2)(x)))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])

@@ -5,9 +5,8 @@ kerasdp.Config, and
     image: shape of an image, [28, 28, 1] if it is left out
     num_devices: if there are several, they are ranks that hold what rank 0 does
     layer: "adding" or "drawing" puts a layer before the model that computes on the CPU
-    net: one of gpu_models.py instead of a model of the kit
+    net: a model of tests/real_code, by name, instead of a model of the kit
     cudnn: whether recurrent layers are cuDNN's, as Keras has them on a GPU
-    rows: of a batch, 8 if it is left out
     runs: whether the captured steps run, operation by operation, or give zeros
 """
 
@@ -19,7 +18,6 @@ import sys
 import types
 
 import cuda_on_cpu
-import gpu_models
 import numpy as np
 
 DEVICE = "cpu" if sys.argv[2:] == ["cpu"] else "gpu"
@@ -77,27 +75,29 @@ def on_the_cpu(kind):
     return OnTheCPU()
 
 
-def train(image, runs, layer, net, rows, found, runner):
+def train(image, runs, layer, net, found, runner):
     """A few steps of each kind; losses, outputs, and in `found` what the steps hold."""
     import keras
     from learn_classes import fitted
 
-    numbers = np.random.RandomState(0)
-    x = numbers.randint(0, 256, (NUM_STEPS * rows, *image)).astype("uint8")
-    y = numbers.randint(0, 10, len(x))
+    from tests.real_code import cases
+
+    numbers, size = np.random.RandomState(0), {"batch_size": cases.BATCH if net else NUM_ROWS}
     with runner.scope():
         if net:
-            model, x, y = gpu_models.build(net, NUM_STEPS * rows)
+            ready = cases.load_cases()[net].make(numbers)
         else:
+            x = numbers.randint(0, 256, (NUM_STEPS * NUM_ROWS, *image)).astype("uint8")
             model = kerasdp.build_model(runner.config, image, 10)
-        if layer:
-            model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
+            if layer:
+                model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
+            ready = cases.Ready(model=model, x=x, y=numbers.randint(0, 10, len(x)))
+        loss = ready.loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        ready.model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
     with watched(found, runs):
-        losses, _ = fitted(runner, model, x, y, batch_size=rows)
-        evaluated = runner.evaluate(model, x, y, batch_size=rows)
-        outputs = runner.predict(model, x, batch_size=rows)
+        losses, _ = fitted(runner, ready.model, ready.x, ready.y, **size)
+        evaluated = runner.evaluate(ready.model, ready.x, ready.y, **size)
+        outputs = runner.predict(ready.model, ready.x, **size)
     return {"losses": losses, "evaluated": evaluated, "outputs": outputs.tolist()} if runs else {}
 
 
@@ -179,7 +179,7 @@ def main():
         found, layer = {}, case.pop("layer", None)
         if case.pop("cudnn", False):
             take_cudnn()
-        work = functools.partial(train, image, runs, layer, case.pop("net", None), case.pop("rows", NUM_ROWS), found)
+        work = functools.partial(train, image, runs, layer, case.pop("net", None), found)
         if case.setdefault("num_devices", 1) > 1:
             be_first_of(case["num_devices"])
         found["results"] = kerasdp.launch(work, backend="torch", device=DEVICE, compile="on", verbose=0, **case)

@@ -16,6 +16,7 @@ The rule, and why:
   int32 that enters or leaves a function in host memory (`MemoryTypesForNode`): large int32 must not cross its border.
 """
 
+import collections
 import functools
 import math
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import function_def_to_graph, kernels, op_def_registry
+from tensorflow.python.framework import function_def_to_graph, kernels
 
 MOST_ON_HOST = 8
 HANDLES = (tf.resource, tf.variant)
@@ -49,47 +50,43 @@ class Value(NamedTuple):
     has_come: bool = False
 
 
-class Kernels:
-    """The registered kernels of the wheel."""
-
-    @staticmethod
-    @functools.cache
-    def of(kind: str) -> tuple:
-        """Those of an operation for GPUs, the ones that are preferred first."""
-        found = kernels.get_registered_kernels_for_op(kind).kernel
-        order = {"GPU": 0, "DEFAULT": 1}
-        known = [kernel for kernel in found if kernel.device_type in order]
-        return tuple(sorted(known, key=lambda kernel: (order[kernel.device_type], -kernel.priority)))
-
-    @classmethod
-    def host_arguments(cls, kind: str, types: dict[str, list[int]]) -> set[str] | None:
-        """Names of the arguments that the kernel for these types wants in host memory; None if there is no kernel."""
-        for kernel in cls.of(kind):
-            if all(set(types[c.name]) <= set(c.allowed_values.list.type) for c in kernel.constraint if c.name in types):
-                return set(kernel.host_memory_arg)
-        return None
+@functools.cache
+def kernels_of(kind: str) -> tuple:
+    """The registered kernels of an operation for GPUs, the ones that are preferred first."""
+    order = {"GPU": 0, "DEFAULT": 1}
+    known = [each for each in kernels.get_registered_kernels_for_op(kind).kernel if each.device_type in order]
+    return tuple(sorted(known, key=lambda kernel: (order[kernel.device_type], -kernel.priority)))
 
 
-def types_of(op_def, attribute) -> dict[str, list[int]]:
+def host_arguments(op) -> set[str] | None:
+    """Names of the arguments that the kernel for these types wants in host memory; None if there is no kernel."""
+    types = types_of(op)
+    for kernel in kernels_of(op.type):
+        if all(types[c.name] <= set(c.allowed_values.list.type) for c in kernel.constraint if c.name in types):
+            return set(kernel.host_memory_arg)
+    return None
+
+
+def types_of(op) -> dict[str, set[int]]:
     """The types that an operation was made with, by attribute."""
     types = {}
-    for each in op_def.attr:
+    for each in op.op_def.attr:
         if each.type in ("type", "list(type)"):
-            value = attribute(each.name)
+            value = op.get_attr(each.name)
             values = value if isinstance(value, (list, tuple)) else [value]
-            types[each.name] = [tf.as_dtype(one).as_datatype_enum for one in values]
+            types[each.name] = {tf.as_dtype(one).as_datatype_enum for one in values}
     return types
 
 
-def expanded(arguments, attribute) -> list[str]:
+def expanded(op, arguments) -> list[str]:
     """The name of the argument for each tensor: one of a list has it for each."""
     names = []
     for argument in arguments:
         count = 1
         if argument.number_attr:
-            count = attribute(argument.number_attr)
+            count = op.get_attr(argument.number_attr)
         elif argument.type_list_attr:
-            count = len(attribute(argument.type_list_attr))
+            count = len(op.get_attr(argument.type_list_attr))
         names += [argument.name] * count
     return names
 
@@ -122,21 +119,13 @@ class Judge:
     """Walks through graphs, and collects what a GPU would not do on the device.
 
     Attributes:
-        found: for each kind of finding, operation and types: how often, and the most numbers of a tensor in question.
+        found: kinds of finding, each with the operation.
+        seen: how often each operation was judged.
     """
 
     def __init__(self, host: str = "CPU:0"):
         """`host`: the device that stands for the host, where replicas have others."""
-        self.host, self.found, self.seen = host, {}, {}
-
-    def note(self, kind: str, operation: str, types: str, size: float) -> None:
-        """Counts a finding."""
-        count, most = self.found.get((kind, operation, types), (0, 0))
-        self.found[kind, operation, types] = count + 1, max(most, size)
-
-    def count(self, operation: str) -> None:
-        """Counts an operation that was judged."""
-        self.seen[operation] = self.seen.get(operation, 0) + 1
+        self.host, self.found, self.seen = host, set(), collections.Counter()
 
     def graph(self, name: str):
         """The graph of a function that TensorFlow knows."""
@@ -155,7 +144,7 @@ class Judge:
         definition, graph = context.context().get_function_def(name), self.graph(name)
         values = [Value(False, tensor.dtype == tf.int32, tensor.dtype == tf.int32) for tensor in graph.inputs]
         if definition.attr["_XlaMustCompile"].b:
-            self.count("compiled step")
+            self.seen["compiled step"] += 1
         else:
             self.function(name, values)
 
@@ -182,11 +171,11 @@ class Judge:
         if op.type in CALLS or op.type not in BRANCHES and op.type not in LOOPS and self.is_function(op.type):
             name = op.get_attr("f").name if op.type in CALLS else op.type
             if self.must_compile(op, name):
-                self.count("compiled call")
+                self.seen["compiled call"] += 1
                 for tensor, value in zip((*op.inputs, *op.outputs), (*values, *by_type), strict=True):
                     is_free = value.is_constant or value.has_come
                     if tensor.dtype == tf.int32 and not is_free and size_of(tensor) > MOST_ON_HOST:
-                        self.note("int32 at a compiled function", short(name), "int32", size_of(tensor))
+                        self.found.add(("int32 at a compiled function", short(name)))
                 return by_type
             return self.function(name, values)
         if op.type in BRANCHES:
@@ -211,37 +200,36 @@ class Judge:
             return values
         if op.type in ("NoOp", "PlaceholderWithDefault"):  # of a pipeline's row numbers, as good as constants
             return [Value(False, tensor.dtype == tf.int32) for tensor in op.outputs]
-        self.count(op.type)
+        self.seen[op.type] += 1
         if op.type.startswith("Collective") and op.get_attr("T") not in NCCL:
-            self.note("not for NCCL", op.type, op.get_attr("T").name, max(map(size_of, op.outputs)))
-        types = types_of(op.op_def, op.get_attr)
-        words = "/".join("+".join(dict.fromkeys(tf.as_dtype(t).name for t in each)) for each in types.values())
-        on_host = None if op.device.endswith(self.host) and self.host else Kernels.host_arguments(op.type, types)
-        kind = "host memory"
+            self.found.add(("not for NCCL", op.type))
+        on_host, kind = host_arguments(op), "host memory"
         if on_host is None:
-            kind = "on the host" if Kernels.host_arguments(op.type, types) is not None else "no kernel"
+            kind = "no kernel"
+        elif self.host and op.device.endswith(self.host):
+            on_host, kind = None, "on the host"
         sides = []
         for tensors, arguments in ((op.inputs, op.op_def.input_arg), (op.outputs, op.op_def.output_arg)):
-            names = expanded(arguments, op.get_attr)
+            names = expanded(op, arguments)
             sides.append([(t, on_host is None or name in on_host) for t, name in zip(tensors, names, strict=True)])
         for (tensor, wants_host), value in zip(sides[0], values, strict=True):
             if not wants_host or value.is_constant or value.has_come or tensor.dtype in HANDLES:
                 continue
             if size_of(tensor) > MOST_ON_HOST:
-                self.note(kind, op.type, words, size_of(tensor))
+                self.found.add((kind, op.type))
             else:
                 self.scalar_for_host(op, tensor, value)
         has_come = all(value.is_constant or value.has_come for value in values)
         for tensor, is_host in sides[1]:
             if is_host and not has_come and tensor.dtype not in HANDLES and size_of(tensor) > MOST_ON_HOST:
-                self.note(kind, op.type, words, size_of(tensor))
+                self.found.add((kind, op.type))
         return [Value(False, is_host, is_host and has_come) for _, is_host in sides[1]]
 
     def scalar_for_host(self, op, tensor, value: Value) -> None:
         """Counts a small tensor that the device has made, and the host waits for."""
         if not value.is_on_host and not value.is_constant:
             name = f"{op.type} of {tensor.op.type}" if tensor is not None else op.type
-            self.note("the host waits", name, "" if tensor is None else tensor.dtype.name, 1)
+            self.found.add(("the host waits", name))
 
     @staticmethod
     def is_function(name: str) -> bool:
@@ -253,23 +241,6 @@ class Judge:
         """Whether this call is compiled by XLA."""
         attribute = op.node_def.attr.get("_XlaMustCompile")
         return bool(attribute and attribute.b) or context.context().get_function_def(name).attr["_XlaMustCompile"].b
-
-    def eager(self, kind: str, inputs, attributes: dict, outputs) -> None:
-        """Judges an operation that ran outside of all graphs."""
-        op_def = op_def_registry.get(kind)
-        types = types_of(op_def, attributes.__getitem__)
-        words = "/".join("+".join(dict.fromkeys(tf.as_dtype(t).name for t in each)) for each in types.values())
-        on_host = Kernels.host_arguments(kind, types)
-        self.count(f"eager {kind}")
-        names = expanded(op_def.input_arg, attributes.__getitem__)
-        for tensor, name in zip(inputs, names, strict=True):
-            size = size_of(tensor)
-            if tensor.dtype in HANDLES or size <= MOST_ON_HOST:
-                continue
-            if on_host is None or name in on_host:
-                self.note("eager, no kernel" if on_host is None else "eager, host memory", kind, words, size)
-            elif tensor.dtype == tf.int32 and size > max(map(size_of, outputs)):
-                self.note("eager, from host memory", kind, words, size)  # where it stays: again in each step
 
 
 def short(name: str) -> str:

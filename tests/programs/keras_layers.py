@@ -73,41 +73,18 @@ LEFT_OUT = {
     "JaxLayer": "draws with jax' own seeds: jax alone has it",
     "TorchModuleWrapper": "draws with torch's generator: torch alone has it",
     "TFSMLayer": "loads its weights from a file",
-    "Layer": "has the weights that a subclass gives it",
-    "Wrapper": "has the weights of the layer within it",
-    "Pipeline": "has the weights of the layers within it",
-    "Lambda": "has none of its own",
     "IntegerLookup": "keeps its table in TensorFlow",
     "StringLookup": "keeps its table in TensorFlow",
-    "InputSpec": "is no layer",
 }
-# No weights: the test looks whether that is so.
-WITHOUT = [
-    "Activation", "ActivityRegularization", "Add", "AutoContrast", "Average", "CategoryEncoding", "CenterCrop",
-    "Concatenate", "ContrastLimitedAdaptiveHistogramEqualization", "Cropping1D", "Cropping2D", "Cropping3D",
-    "Discretization", "Dot", "ELU", "Equalization", "Flatten", "HashedCrossing", "Hashing", "Identity",
-    "InputLayer", "LeakyReLU", "Masking", "MaxNumBoundingBoxes", "Maximum", "MelSpectrogram", "Minimum", "Multiply",
-    "Permute", "ReLU", "RepeatVector", "Rescaling", "Reshape", "Resizing", "Softmax", "Subtract",
-    "TextVectorization", "UnitNormalization", "UpSampling1D", "UpSampling2D", "UpSampling3D", "ZeroPadding1D",
-    "ZeroPadding2D", "ZeroPadding3D",
-    *(f"{kind}{n}D" for n in (1, 2, 3) for kind in
-    ("AdaptiveAveragePooling", "AdaptiveMaxPooling", "AveragePooling", "GlobalAveragePooling", "GlobalMaxPooling",
-     "MaxPooling")),
-]  # fmt: skip
+MAKES_WEIGHTS = {"add_weight", "add_variable", "SeedGenerator", "Variable", *LAYERS}
 
 
 def unlisted() -> list[str]:
-    """Returns names of classes that are in none of the lists, and listed ones that Keras does not have."""
-    classes = {name for name in dir(L) if inspect.isclass(getattr(L, name))}
-    listed = {*LAYERS, *LEFT_OUT, *WITHOUT}
-    known = {getattr(L, name) for name in listed & classes}
-    return sorted({name for name in classes if getattr(L, name) not in known} | (listed - classes))
-
-
-def weighty() -> list[str]:
-    """Returns names of classes of which the list says that they have no weights, and whose code makes some."""
-    makes = {"add_weight", "add_variable", "SeedGenerator", "Variable"}
-    return [name for name in WITHOUT if any(makes & _names(kind) for kind in _ancestors(getattr(L, name)))]
+    """Returns names of classes in no list whose code makes weights, or layers that have some."""
+    classes = {name: kind for name, kind in vars(L).items() if inspect.isclass(kind) and issubclass(kind, L.Layer)}
+    known = {classes[name] for name in (*LAYERS, *LEFT_OUT) if name in classes}
+    makes = {name for name, kind in classes.items() if any(MAKES_WEIGHTS & _names(one) for one in _ancestors(kind))}
+    return sorted(name for name in makes if classes[name] not in known)
 
 
 def _ancestors(kind: type) -> list[type]:

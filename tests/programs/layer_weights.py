@@ -138,8 +138,7 @@ def main():
                 one["plain"] = facts(variable, plain)
                 if not one["seed"] and not np.array_equal(own, plain):
                     one["distance"] = compare(own, plain)
-    found = {"unlisted": keras_layers.unlisted(), "weighty": keras_layers.weighty()}
-    print("RESULT " + json.dumps({"layers": result, "models": models, **found}))
+    print("RESULT " + json.dumps({"layers": result, "models": models, "unlisted": keras_layers.unlisted()}))
 
 
 if __name__ == "__main__":

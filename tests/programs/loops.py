@@ -107,32 +107,6 @@ def momentum_contrast(runner):
     return {"logs": logs, "queue": ops.convert_to_numpy(queue.value).tolist()}
 
 
-def maml(runner):
-    """Each row is a task: an inner update by each task's own gradient, through which the outer one is taken."""
-    with runner.scope():
-        slope, shift = keras.Variable(numbers(1, 3)), keras.Variable(numbers(2, 3))
-        optimizer = keras.optimizers.Adam(0.02)
-
-    def error_of(slopes, shifts, x, y):
-        return ops.mean(ops.square(ops.sum(slopes[:, None] * ops.sin(x[..., None] + shifts[:, None]), axis=2) - y), 1)
-
-    @runner.step
-    def step(batch):
-        x, y = batch["x"], batch["y"]
-
-        def outer():
-            rows = [ops.broadcast_to(each, (ops.shape(x)[0], 3)) for each in (slope, shift)]
-            inner = kerasdp.value_and_grad(lambda rows: ops.sum(error_of(*rows, x[:, :5], y[:, :5])))
-            _, gradients = inner(rows)
-            slopes, shifts = (each - 0.05 * gradient for each, gradient in zip(rows, gradients, strict=True))
-            return ops.mean(error_of(slopes, shifts, x[:, 5:], y[:, 5:]))
-
-        return {"loss": minimize(outer, [slope, shift], optimizer)}
-
-    x = numbers(0, ROWS, 10)
-    return stepped(runner, step, {"x": x, "y": np.sin(x + numbers(3, ROWS, 1))})
-
-
 def style(runner):
     """The pixels of an image are trained: variables that are no weights, by a step without a batch."""
     with runner.scope():
@@ -240,5 +214,5 @@ def scaled(runner):
 
 
 if __name__ == "__main__":
-    cases = supervised, wgan, momentum_contrast, maml, style, scaled, norm_of_replicas
+    cases = supervised, wgan, momentum_contrast, style, scaled, norm_of_replicas
     main({case.__name__: case for case in cases})

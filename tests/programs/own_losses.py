@@ -15,9 +15,9 @@ import kerasdp
 
 BATCH, ROWS, TOKENS = 16, 43, 8
 NAMES = (
-    "texts", "texts_with_drawn_masks", "segmentation_of_keras", "dice_of_batch", "contrastive",
-    "triplet", "weighted_labels", "ctc_by_lengths", "root_of_mean", "correlation", "sum_of_rows", "right_texts_of_all",
-    "right_texts_gathered", "right_texts_by_rows", "right_contrastive", "right_weights", "right_root",
+    "texts", "texts_with_drawn_masks", "segmentation_of_keras", "contrastive", "root_of_mean", "correlation",
+    "sum_of_rows", "right_texts_of_all", "right_texts_gathered", "right_texts_by_rows", "right_contrastive",
+    "right_weights", "right_root",
 )  # fmt: skip
 
 
@@ -29,7 +29,6 @@ def data():
     labels = numbers.randint(0, 4, (ROWS, 6, 6)).astype("int32")
     return {
         "text": texts * (np.arange(TOKENS) < lengths),
-        "lengths": lengths,
         "image": numbers.normal(size=(ROWS, 6, 6, 3)),
         "labels": np.where(numbers.random(labels.shape) < 0.1, -1, labels).astype("int32"),
         "class": numbers.randint(0, 4, (ROWS,)).astype("int32"),
@@ -81,29 +80,9 @@ def losses():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
         return loss(batch["labels"], net.pixels(batch["image"]))
 
-    def dice_of_batch(net, batch):
-        found, there = ops.softmax(net.pixels(batch["image"])), ops.one_hot(ops.maximum(batch["labels"], 0), 4)
-        return 1 - 2 * ops.sum(found * there) / ops.sum(found**2 + there)
-
     def contrastive(net, batch):
         alike = ops.matmul(unit(net, batch["image"]), ops.transpose(unit(net, ops.flip(batch["image"], 1)))) * 5
         return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
-
-    def triplet(net, batch):
-        found = unit(net, batch["image"])
-        apart = ops.sum(ops.square(found[:, None] - found[None]), axis=-1)
-        same = ops.cast(batch["class"][:, None] == batch["class"][None], "float64")
-        hardest = ops.max(apart * same, axis=1) - ops.min(apart + 9 * same, axis=1)
-        return ops.mean(ops.relu(hardest + 1.0))
-
-    def weighted_labels(net, batch):
-        return ratio(of_classes(net, batch), ops.take(ops.array([1.0, 2.0, 5.0, 0.5]), batch["class"]))
-
-    def ctc_by_lengths(net, batch):
-        outputs, short = net.words(batch["text"]), ops.full((ops.shape(batch["text"])[0],), 2, "int32")
-        sizes = ops.cast(batch["lengths"][:, 0], "int32")
-        values = ops.ctc_loss(batch["text"][:, :2], outputs, short, sizes, mask_index=0)
-        return ops.sum(values) / ops.sum(ops.cast(sizes, values.dtype))
 
     def root_of_mean(net, batch):
         return ops.sqrt(ops.mean(of_one(net, batch)))

@@ -9,59 +9,36 @@ virtual devices alone), and replicas on other devices than the host.
 import functools
 import json
 import sys
-import threading
 
 import gpu_kernels
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.framework import op_callbacks
 
 import kerasdp
-from kerasdp.backends.tensorflow import data_parallel, devices, xla
+from kerasdp.backends.tensorflow import devices, xla
 
 SGD = "sgd(learning_rate=0.01, momentum=0.9)"
-ADAM = "adam(global_clipnorm=1.0)"
 CASES = {
-    "lenet": {"model": "lenet"},
-    "adam": {"model": "lenet", "optimizer": ADAM},
+    "adam": {"model": "lenet", "optimizer": "adam(global_clipnorm=1.0)"},
     "convnet": {"model": "convnet"},
     "clipnorm": {"model": "convnet", "optimizer": "adamw(clipnorm=1.0, weight_decay=0.01)"},
-    "replica": {"model": "convnet", "batch_norm": "replica"},
     "uneven": {"model": "convnet", "batch_size": 31},
     "uneven-replica": {"model": "convnet", "batch_size": 31, "batch_norm": "replica"},
-    "bfloat16": {"model": "convnet", "precision": "bfloat16"},
-    "float16": {"model": "convnet", "precision": "float16"},
     "float64": {"model": "convnet", "precision": "float64"},
-    "kept": {"model": "convnet", "is_kept": True},
-    "several": {"model": "convnet", "steps_per_execution": 3},
+    "bfloat16": {"model": "convnet", "precision": "bfloat16"},
     "kept-several": {"model": "convnet", "is_kept": True, "steps_per_execution": 3},
-    "resnet18": {"model": "resnet18"},
     "resnet50": {"model": "resnet50"},
-    "accumulate": {"model": "convnet", "accumulate": 4},
     "accumulate-float16": {"model": "convnet", "accumulate": 4, "precision": "float16"},
-    "tokens": {"model": "tokens"},
     "kept-tokens": {"model": "tokens", "is_kept": True},
 }  # fmt: skip
 
 
 class Watch:
-    """Collects the graphs that run, and what runs eagerly, in this thread and where batches come to the devices."""
+    """Collects the names of the graphs that run while it is on."""
 
     def __init__(self):
-        self.roots, self.eager, self.is_on, self.lock = set(), [], False, threading.Lock()
-
-    def __call__(self, kind, inputs, attributes, outputs, op_name=None, graph=None):
-        """Notes an operation."""
-        if graph is not None or not self.is_on:
-            return
-        if not gpu_kernels.Judge.is_function(kind):
-            pairs = dict(zip(attributes[::2], attributes[1::2], strict=True)) if attributes else {}
-            with self.lock:
-                self.eager.append((kind, list(inputs), pairs, list(outputs)))
-
-    def of_graphs(self):
-        """Notes each graph that is called."""
+        self.roots, self.is_on = set(), False
         call = context.Context.call_function
 
         def call_function(eager_context, name, *args, **kwargs):
@@ -72,26 +49,13 @@ class Watch:
         context.Context.call_function = call_function
 
     def begin(self, batch=0, logs=None):
-        """Watches from now on what this thread does."""
+        """Watches from now on."""
         self.is_on = True
-        op_callbacks.add_op_callback(self)
-
-    def around(self, shard_batch):
-        """Watches the threads that bring batches to the devices."""
-
-        @functools.wraps(shard_batch)
-        def watched(*args):
-            op_callbacks.add_op_callback(self)
-            return shard_batch(*args)
-
-        return watched
 
 
-def as_on_gpus(watch: Watch) -> None:
+def as_on_gpus() -> None:
     """Takes the paths that the kit takes on GPUs, on virtual CPU devices: the first one stands for the host."""
-    watch.of_graphs()
     gpu_kernels.keep_graphs()
-    data_parallel.DataParallel.shard_batch = watch.around(data_parallel.DataParallel.shard_batch)
     make, names = tf.config.set_logical_device_configuration, devices.device_names
     tf.config.set_logical_device_configuration = lambda cpu, parts: make(cpu, [*parts, parts[0]])
     tf.distribute.ReductionToOneDevice = lambda *_: None
@@ -144,7 +108,6 @@ def train(watch, steps_per_execution, is_tokens, is_kept, runner):
     y = numbers.randint(0, 10, rows)
     turn_on = keras.callbacks.LambdaCallback(on_train_batch_end=watch.begin)
     runner.fit(model, x, y, epochs=2, callbacks=[turn_on])
-    watch.begin()
     runner.evaluate(model, x, y)
     runner.predict(model, x)
     watch.is_on = False
@@ -153,7 +116,7 @@ def train(watch, steps_per_execution, is_tokens, is_kept, runner):
 def judge(watch: Watch, case: str, count: int) -> dict:
     """Runs a case and judges its operations."""
     settings = dict(CASES[case])
-    watch.roots, watch.eager = set(), []
+    watch.roots = set()
     steps, is_tokens = settings.pop("steps_per_execution", 1), settings["model"] == "tokens"
     is_kept = settings.pop("is_kept", False)
     if is_tokens:
@@ -166,46 +129,28 @@ def judge(watch: Watch, case: str, count: int) -> dict:
     judged = gpu_kernels.Judge("CPU:0" if count > 1 else "")
     for name in sorted(watch.roots):
         judged.root(name)
-    for each in watch.eager:
-        judged.eager(*each)
-    found = [[*key, count, most] for key, (count, most) in sorted(judged.found.items())]
-    return {"num_roots": len(watch.roots), "found": found, "seen": judged.seen}
+    return {"num_roots": len(watch.roots), "found": sorted(judged.found), "seen": judged.seen}
 
 
 def faults() -> dict:
-    """Judges small functions that would go through the host, each in its way, and two that would not."""
-    from kerasdp.same.random import randint
-
+    """Judges small functions that would go through the host, each in its way, and one that would not."""
     images, floats = tf.zeros((4, 5), tf.uint8), tf.ones((4, 5))
-    words = tf.function(lambda x: tf.cast(x, tf.int32), jit_compile=True)
 
     def chosen(x):
         return tf.cond(tf.reduce_all(x > 0), lambda: x * 2, lambda: x * 3)
 
     cases = {
         "stack": (lambda x: tf.stack([x, x]), images),
-        "border": (lambda x: tf.reshape(words(x), [-1]), floats),
         "reshape": (lambda x: tf.reshape(tf.argmax(x, 1, tf.int32)[:, None] * tf.ones((1, 5), tf.int32), [-1]), floats),
         "cond": (chosen, floats),
-        "host": (on_host, floats),
-        "drawn": (lambda x: x * tf.one_hot(randint((4, 5), 0, 5, seed=1), 5)[:, 0], floats),
         "fine": (lambda x: tf.nn.relu(x @ tf.transpose(x)), floats),
     }
     found = {}
     for name, (function, argument) in cases.items():
         judged = gpu_kernels.Judge()
         judged.root(tf.function(function, autograph=False).get_concrete_function(argument).name.decode())
-        found[name] = sorted({(kind, operation) for kind, operation, _ in judged.found})
-    judged, types = gpu_kernels.Judge(), {"Tparams": tf.uint8, "Tindices": tf.int32, "Taxis": tf.int32}
-    judged.eager("GatherV2", [images, tf.zeros((9,), tf.int32), tf.constant(0)], types, [tf.zeros((9, 5), tf.uint8)])
-    found["eager"] = sorted({(kind, operation) for kind, operation, _ in judged.found})
+        found[name] = sorted(judged.found)
     return found
-
-
-def on_host(x):
-    """Works on the host, whatever there is."""
-    with tf.device("CPU:0"):
-        return tf.exp(x)
 
 
 def main():
@@ -214,7 +159,7 @@ def main():
         return
     count, *cases = sys.argv[1:]
     watch = Watch()
-    as_on_gpus(watch)
+    as_on_gpus()
     print("RESULT", json.dumps({case: judge(watch, case, int(count)) for case in cases} | {"faults": faults()}))
 
 

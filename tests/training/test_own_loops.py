@@ -21,7 +21,7 @@ from tests.helpers import (
 )
 from tests.hosts.together import free_port, place_in_run
 
-CASES = ("supervised", "wgan", "momentum_contrast", "maml", "style", "scaled")
+CASES = ("supervised", "wgan", "momentum_contrast", "style", "scaled")
 # In the default suite; the others, and other numbers of devices, are proofs.
 USUAL = {(BACKENDS[0], 2): ("supervised", "wgan")}
 
