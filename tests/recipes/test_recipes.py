@@ -68,7 +68,7 @@ def test_the_default_command_learns(backend, count, epochs, least, tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(10, 23 * epochs + 1, 10))
     assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png", "checkpoints", "model.keras",
+        ".lock", "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png", "checkpoints", "model.keras",
     }  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[1:] == [
         f"step-{23 * epoch:08d}.safetensors" for epoch in range(epochs - 2, epochs + 1)
@@ -84,7 +84,7 @@ def test_flagfiles_run(file, idx_folder, tmp_path):
     name = BACKENDS[0 if is_deep else FLAGFILES.index(file) % len(BACKENDS)]
     flags = [f"--backend={name}", "--device=cpu", "--max_steps=2", f"--workdir={tmp_path}"]
     flags += ["--batch_size=8"] if is_deep else []
-    if "mnist" in cli.parse(["", f"--flagfile={file}"]).dataset:
+    if "mnist" in cli.parse("train", ["", f"--flagfile={file}"])[0].dataset:
         flags.append(f"--data_dir={idx_folder}")
     done = train(f"--flagfile={file.relative_to(ROOT)}", *flags)
     assert done.returncode == 0, done.stderr

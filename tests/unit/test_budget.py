@@ -12,8 +12,8 @@ from tests.helpers import ROOT
 # After a change that takes something out, write the new number. One that raises a number names its reason in the same
 # commit, and in a comment here.
 CHOICES = 34
-PUBLIC_NAMES = 26
-LINES_OF_CODE = 16957
+PUBLIC_NAMES = 25
+LINES_OF_CODE = 15041
 # Methods and attributes of what a backend must be.
 MEMBERS_OF_STRATEGY = 12
 

@@ -192,7 +192,7 @@ def is_engine(path):
     return backend_of(path) and (path.stem in ("data_parallel", "devices") or is_of_scale)
 
 
-@pytest.mark.parametrize("path", filter(is_engine, FILES), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", list(filter(is_engine, FILES)), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_an_engine_loads_no_keras(path):
     """It is imported before Keras, and sets what Keras asks but once, at its import."""
     loaded = loaded_by(module_name(path))
