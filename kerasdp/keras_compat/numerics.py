@@ -38,11 +38,22 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
         (_functions(module, name), name, other) for (module, name), other in others if not (is_3_16 and name in _GONE)
     ]
     found += [(keras.layers.RNN, "inner_loop", _inputs_first)]
+    found += [(keras.callbacks.SwapEMAWeights, "on_predict_end", _swapped_back)]
     found += [(keras.layers.RandomHue, "_transform_value_range", images.hue_in_its_own_type)]
     if keras.backend.backend() == "torch":
         found += [(keras.layers.GroupNormalization, "call", _by_groups)]
         found += [(keras.layers.RandomBrightness, "transform_images", images.brightness_of_a_copy)]
     return replaced_in_each((owner, {name: in_place_of(getattr(owner, name), other)}) for owner, name, other in found)
+
+
+def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None) -> None:
+    """Puts the trained weights back after a prediction with averaged ones.
+
+    Keras 3.15 asks for the opposite (`if not self._ema_weights_in_model`), so training continues from the averages.
+    """
+    original(callback, logs)
+    if callback._ema_weights_in_model:
+        callback.on_test_end(logs)
 
 
 # Of which Keras 3.16 has none of its own: `keras.ops.amax` calls `max` of the backend.

@@ -173,6 +173,19 @@ def test_operations_that_layers_call_past_keras_ops_are_told():
     assert "affine_transform" in [call.name for call in told]
 
 
+def test_predicting_with_averages_swaps_back():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse")
+    x = np.ones((4, 4))
+    model.fit(x, x[:, :1], verbose=0)
+    model.optimizer._model_variables_moving_average[0].assign(np.full((4, 1), 7.0))
+    before = model.get_weights()
+    with numerics.same_on_all_backends():
+        outputs = model.predict(x, verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
+    np.testing.assert_allclose(model.get_weights()[0], before[0], rtol=1e-6)
+    assert outputs.mean() > 20
+
+
 @ON_TORCH
 def test_whole_numbers_are_resized_cubically_as_others():
     x = np.random.RandomState(0).randint(0, 256, (1, 5, 6, 3)).astype("uint8")
