@@ -107,11 +107,17 @@ def telling(tell: Callable[[Call], None]) -> Iterator[None]:
 
 def call_again(call: Call, arrays: list[Any]) -> list[Any]:
     """Calls the function of a call with other arrays or tensors; returns the tensors it gives."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, Array):
+            return arrays[value.number]
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(filled, value))
+        return {key: filled(each) for key, each in value.items()} if isinstance(value, dict) else value
+
     module, _, name = call.function.rpartition(".")
     owner = {"keras.ops": keras.ops}.get(module) or _module_of(module.removeprefix("keras.src.backend").strip("."))
-    args, kwargs = keras.tree.map_structure(
-        lambda leaf: arrays[leaf.number] if isinstance(leaf, Array) else leaf, call.arguments
-    )
+    args, kwargs = filled(call.arguments)
     return _tensors(getattr(owner, name)(*args, **kwargs))
 
 
@@ -148,7 +154,7 @@ def _module_of(name: str) -> Any:
 def _call(function: str, args: Any, kwargs: Any, result: Any) -> Call | None:
     inputs: list[np.ndarray] = []
     try:
-        arguments = keras.tree.map_structure(lambda leaf: _described(leaf, inputs), (list(args), kwargs))
+        arguments = _described((list(args), dict(kwargs)), inputs)
         outputs = [_array(tensor) for tensor in _tensors(result)]
     except Exception:  # what a framework traces has no values, and says so in many ways
         return None
@@ -157,12 +163,14 @@ def _call(function: str, args: Any, kwargs: Any, result: Any) -> Call | None:
 
 
 def _described(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns a leaf of arguments, or `Array` in the place of a tensor, which is added to `arrays`."""
+    """Returns arguments with `Array` in the place of each tensor, which is added to `arrays`."""
     if isinstance(value, (np.ndarray, keras.Variable)) or keras.ops.is_tensor(value):
         arrays.append(_array(value))
         return Array(len(arrays) - 1)
-    if isinstance(value, tuple):  # PyTorch's shapes are one
-        return tuple(value)
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else list)(_described(each, arrays) for each in value)
+    if isinstance(value, dict):
+        return {key: _described(each, arrays) for key, each in value.items()}
     if value is None or isinstance(value, (bool, int, float, str, slice, type(...), np.generic)):
         return value
     return keras.backend.standardize_dtype(value)

@@ -23,14 +23,17 @@ BATCH = 16
 def dense(fault=""):
     import keras
 
-    momentum = 0.9 if fault == "batch norm's momentum" else 0.99
+    options = {"momentum": 0.9} if fault == "batch norm's momentum" else {}
+    options |= {"epsilon": 1e-2} if fault == "batch norm's epsilon" else {}
     rate = 0.3 if fault == "dropout's rate" else 0.2
+    slope = 0.21 if fault == "a slope" else 0.2
     kind = "he_normal" if fault == "an initializer" else "glorot_uniform"
+    bias = "ones" if fault == "a bias' initializer" else "zeros"
     return keras.Sequential(
         [
-            keras.Input((12,)), keras.layers.Dense(24, "tanh"), keras.layers.BatchNormalization(momentum),
+            keras.Input((12,)), keras.layers.Dense(24, "tanh"), keras.layers.BatchNormalization(**options),
             keras.layers.Dropout(rate), keras.layers.Dense(24, "silu", kernel_initializer=kind),
-            keras.layers.LeakyReLU(0.2), keras.layers.Dense(24, "sigmoid"),
+            keras.layers.LeakyReLU(slope), keras.layers.Dense(24, "sigmoid", bias_initializer=bias),
             keras.layers.Dense(3),
         ]
     )  # fmt: skip
@@ -39,11 +42,12 @@ def dense(fault=""):
 def conv(fault=""):
     import keras
 
+    strides = (1, 2) if fault == "strides" else (2, 2)
     crop = ((1, 0), (0, 0)) if fault == "a shift" else ((0, 1), (0, 0))
     return keras.Sequential(
         [
             keras.Input((8, 8, 2)), keras.layers.Conv2D(6, 3, padding="same", activation="relu"),
-            keras.layers.DepthwiseConv2D(3, padding="same"), keras.layers.MaxPooling2D(2),
+            keras.layers.DepthwiseConv2D(3, padding="same"), keras.layers.MaxPooling2D(2, strides=strides),
             keras.layers.ZeroPadding2D(crop), keras.layers.Conv2DTranspose(4, 3, activation="elu"),
             keras.layers.AveragePooling2D(2), keras.layers.GroupNormalization(2),
             keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(3),
@@ -55,9 +59,11 @@ def text(fault=""):
     import keras
 
     inputs = keras.Input((6,), dtype="int32")
-    x = keras.layers.Embedding(11, 8, mask_zero=fault != "a mask")(inputs)
-    x = keras.layers.LayerNormalization()(x)
-    y = keras.layers.MultiHeadAttention(2, 4)(x, x)
+    masked = fault != "a mask"
+    x = keras.layers.Embedding(11, 8, mask_zero=masked)(inputs)
+    x = keras.layers.LayerNormalization(epsilon=1e-2 if fault == "layer norm's epsilon" else 1e-3)(x)
+    causal = fault == "a causal mask"
+    y = keras.layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=causal)
     x = keras.layers.Add()([x, y])
     y = keras.layers.Dense(16, "gelu")(x)
     x = keras.layers.LayerNormalization()(x + keras.layers.Dense(8)(y))
@@ -130,9 +136,13 @@ FAULTS = {
         ("text", "ops", "einsum", rounded),
     ]
 } | {
-    "batch norm's momentum": built("dense", "moving_mean"), "dropout's rate": built("dense", "dropout"),
-    "an initializer": built("dense", "dense_1/kernel"), "a shift": built("conv", "pad"),
-    "a mask": built("text", "attention"), "a learning rate": built("dense", "Adam"),
+    "batch norm's momentum": built("dense", "moving_mean"), "batch norm's epsilon": built("dense", "BatchNorm"),
+    "dropout's rate": built("dense", "dropout"), "a slope": built("dense", "leaky_relu"),
+    "an initializer": built("dense", "dense_1/kernel"), "a bias' initializer": built("dense", "dense_2/bias"),
+    "strides": built("conv", "max_pool"), "a shift": built("conv", "pad"), "a mask": built("text", "attention"),
+    "layer norm's epsilon": built("text", "layer_normalization"), "a causal mask": built("text", "attention"),
+    "an optimizer's epsilon": built("dense", "Adam"), "a learning rate": built("dense", "Adam"),
+    "an optimizer's momentum": built("dense", "Adam"), "weight decay": built("conv", "Adam"),
     "label smoothing": built("dense", "loss"),
 }  # fmt: skip
 
@@ -148,7 +158,9 @@ def build(model, fault):
     import keras
 
     made = MODELS[model](fault)
-    optimizer = keras.optimizers.Adam(0.0101 if fault == "a learning rate" else 0.01)
+    options = {"an optimizer's epsilon": {"epsilon": 1e-5}, "a learning rate": {"learning_rate": 0.0101},
+               "an optimizer's momentum": {"beta_1": 0.91}, "weight decay": {"weight_decay": 0.01}}  # fmt: skip
+    optimizer = keras.optimizers.Adam(**{"learning_rate": 0.01} | options.get(fault, {}))
     smoothing = 0.1 if fault == "label smoothing" else 0.0
     made.compile(optimizer, keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing))
     return made
