@@ -76,8 +76,11 @@ def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
         model: compiled.
         data: `KerasTensor`s of inputs, targets and sample weights.
     """
-    if not all(layer.built for layer in all_layers(model)) and "training" in model.call_signature_parameters:
-        model.compute_output_spec(data[0], training=True)  # Keras asks for `training=False` alone
+    for training in (False, True):  # Keras asks for `training=False` alone
+        if not all(layer.built for layer in all_layers(model)) and "training" in model.call_signature_parameters:
+            # What fails here fails below, too, where Keras says why. With `training=False` no seed is drawn.
+            with contextlib.suppress(Exception):
+                backend.compute_output_spec(model, data[0], training=training)
     model._symbolic_build(data_batch=data)
 
 
