@@ -93,7 +93,8 @@ def test_the_answer_is_the_same_everywhere(backend):
 def require_expected(backend, answers):
     for case, (answer, _) in answers.items():
         if case in OF_KERAS or (case in STRINGS and backend == "tensorflow"):
-            assert answer.startswith("of Keras, or of the backend: "), case
+            # On several devices the model is tried on a few samples, which says so around the backend's words.
+            assert answer.startswith(("of Keras, or of the backend: ", "UserError: m fails on 4 samples")), case
         elif case in STRINGS:
             assert answer == "UserError: " + STRINGS[case]
         else:
