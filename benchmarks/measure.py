@@ -16,7 +16,7 @@ from contenders import SHAPES, Contender, Program, Way, choose
 from kerasdp.config import BACKENDS, Config, versions
 from kerasdp.errors import RunError
 from kerasdp.processes.devices import is_installed
-from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
+from kerasdp.reporting.run_files import BACKEND_COLOURS, make_figure
 
 FASHION_MNIST = 60_000  # training images
 SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long

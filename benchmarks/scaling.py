@@ -29,7 +29,7 @@ from contenders import PEERS, Contender
 from measure import Measured, run, spread
 
 from kerasdp.config import versions
-from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
+from kerasdp.reporting.run_files import BACKEND_COLOURS, make_figure
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 AXES = ("model", "devices", "batch_size", "vocabulary", "width", "samples")

@@ -165,7 +165,7 @@ def least_batch(model: Counted, cluster: Any, gpus: int, flops: float, sync: boo
 
 def draw(models: list[Counted], batch: int, flops: float, path: str) -> None:
     """Draws the efficiency by the number of GPUs, batch norm over the global batch dashed."""
-    from kerasdp.reporting.figure import make_figure
+    from kerasdp.reporting.run_files import make_figure
 
     figure, axes = make_figure(9, 3.6, columns=len(CLUSTERS))
     for axis, cluster in zip(axes, CLUSTERS):

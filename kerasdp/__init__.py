@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from kerasdp.data.sources import RecordSource as RecordSource
     from kerasdp.models import build_model as build_model
     from kerasdp.models import load_backbone as load_backbone
+    from kerasdp.models import make_optimizer as make_optimizer
     from kerasdp.same import layers as layers
     from kerasdp.same.portable import portable as portable
     from kerasdp.same.replica_context import all_rows as all_rows
     from kerasdp.scale import pipeline as pipeline
     from kerasdp.step.global_batch import per_sample as per_sample
     from kerasdp.step.gradients import value_and_grad as value_and_grad
-    from kerasdp.training.optimizers import make_optimizer as make_optimizer
     from kerasdp.training.runner import Runner as Runner
 
 __version__ = "0.1.0"
@@ -48,12 +48,11 @@ _NAMES_OF = {
     "kerasdp.data.datasets": ("Dataset", "load_data"),
     "kerasdp.data.sampling": ("Order",),
     "kerasdp.data.sources": ("ArraySource", "RecordSource"),
-    "kerasdp.models": ("build_model", "load_backbone"),
+    "kerasdp.models": ("build_model", "load_backbone", "make_optimizer"),
     "kerasdp.same.portable": ("portable",),
     "kerasdp.same.replica_context": ("all_rows",),
     "kerasdp.step.global_batch": ("per_sample",),
     "kerasdp.step.gradients": ("value_and_grad",),
-    "kerasdp.training.optimizers": ("make_optimizer",),
     "kerasdp.training.runner": ("Runner",),
 }
 # Modules themselves.

@@ -1,4 +1,4 @@
-"""The models of images: the built-in models, and the models of keras.applications without their head.
+"""The models of images, the built-in ones and those of keras.applications without their head, and the optimizer.
 
 The built-in ones, from the smallest to the largest, are plain Keras. Each takes `input_shape`, `(height, width,
 channels)`; `num_classes`, the number of logits; and `kernel_initializer`, of every kernel, None: Glorot uniform. It
@@ -52,6 +52,34 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     if not isinstance(model, keras.Model):
         raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
     return made_of_choices(model)
+
+
+def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
+    """Makes the optimizer that the flags ask for.
+
+    Args:
+        config: `optimizer` and `learning_rate` are read.
+
+    Raises:
+        UserError: if Keras has no such optimizer, or it does not take these arguments.
+    """
+    name, arguments = choices.parse(config.optimizer, "optimizer")
+    base = keras.optimizers.Optimizer
+    # Those that hold others are none to choose; `LossScaleOptimizer` comes with --precision.
+    left_out = (base, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    known: dict[str, Any] = {
+        name.lower(): value
+        for name, value in vars(keras.optimizers).items()
+        if isinstance(value, type) and issubclass(value, base) and value not in left_out
+    }
+    if name.lower() not in known:
+        raise UserError(f"--optimizer: expected one of {', '.join(known)}. Received: {name!r}")
+    if config.learning_rate is not None:
+        arguments["learning_rate"] = config.learning_rate
+    try:
+        return made_of_choices(known[name.lower()](**arguments))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--optimizer: {name} does not take these arguments: {str(error).splitlines()[0]}") from error
 
 
 def _initializer(text: str) -> Any:

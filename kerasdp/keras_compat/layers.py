@@ -115,6 +115,15 @@ def added_losses(layer: keras.layers.Layer) -> list[Any]:
     return layer._get_own_losses()
 
 
+def forget_added_losses(model: keras.Model) -> None:
+    """Lets a model and its layers forget the losses that an earlier step added.
+
+    Keras 3.15: `Layer._clear_losses`, which `stateless_call` of jax does not call for the model itself. In a scope a
+    layer knows its losses by their `id`: another loss of the next program may have the same one, and would count twice.
+    """
+    model._clear_losses()
+
+
 def hook_add_loss(take: Callable[[Callable[..., None], keras.layers.Layer, Any], None]) -> None:
     """Lets a function take what layers give to `add_loss`.
 

@@ -12,8 +12,8 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
 from kerasdp.parity.trace import Job, Trace, Way, trace
 from kerasdp.processes.devices import is_installed
-from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 from kerasdp.reporting.report import in_columns
+from kerasdp.reporting.run_files import BACKEND_COLOURS, make_figure
 
 _DASHES = ("-", "--", ":", "-.")
 

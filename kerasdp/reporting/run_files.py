@@ -6,13 +6,18 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import versions
 from kerasdp.errors import UserError
 from kerasdp.processes.error_text import first_line
-from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, warn
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BACKEND_COLOURS = {"torch": "#e4572e", "jax": "#4c78a8", "tensorflow": "#f2a541"}
 
 
 class RunFiles:
@@ -104,6 +109,34 @@ def _lines_until(last_step: int, path: str) -> list[str]:
                 if json.loads(line)["step"] <= last_step:
                     kept.append(line.decode().rstrip("\n") + "\n")
     return kept
+
+
+def make_figure(
+    width: float, height: float, *, rows: int = 1, columns: int = 1, grid: str = "both"
+) -> tuple["Figure", list["Axes"]]:
+    """Makes an empty figure that is not pyplot's, so that the user's plots and display are left alone.
+
+    Args:
+        width: in inches.
+        height: in inches.
+        rows: of axes, one below the other, which share their x axis.
+        columns: of axes, side by side.
+        grid: along which axis: `"x"`, `"y"` or `"both"`.
+
+    Returns:
+        The figure and its axes, row by row.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharex="col").flat)
+    for each in axes:
+        each.grid(alpha=0.25, axis=grid)
+        each.set_axisbelow(True)
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
 def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from kerasdp.config import MODELS, Config
 from kerasdp.errors import UserError
-from kerasdp.models import build_model
-from kerasdp.training.optimizers import make_optimizer
+from kerasdp.models import build_model, make_optimizer
 
 
 def test_the_toy():

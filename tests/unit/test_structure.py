@@ -290,7 +290,6 @@ ASSIGNED_ELSEWHERE = {
     "run_state.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
     "processes/signals.py": ("sys.unraisablehook", "Python's own switch"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),
-    "training/optimizers.py": ("optimizer.learning_rate", "what Keras' callbacks set"),
     "training/callbacks.py": (("model.", "self._trained."), "stop_training, learning_rate: what Keras' callbacks set"),
 }
 CHANGES = """

@@ -236,11 +236,14 @@ def _on_state(
     It is compiled by JAX's own compiler or left eager, as Keras decides for its own functions. Training alone takes the
     memory of the old values for the new ones; the first list, of the weights, leaves an evaluation as it came.
     """
+    from kerasdp.keras_compat.layers import forget_added_losses
+
     # The results that no process has the whole of, none can read; None: whatever JAX chooses.
     results = None if replicated.is_fully_addressable else replicated
     kept = 0 if is_training else 1  # lists that no step changes
 
     def changing(values: Any, data: Any) -> tuple[Any, Any]:
+        forget_added_losses(model)
         outputs, new = step(values, data)
         return outputs, new[kept:]
 
