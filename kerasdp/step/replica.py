@@ -73,8 +73,7 @@ def held_in_words(model: Any, shard: str, num_devices: int) -> str:
     """Says how many bytes of all variables a device holds, with `Config.shard`; nothing if it holds all."""
     if shard == "none" or num_devices == 1:
         return ""
-    optimizer = getattr(model, "optimizer", None)
-    slots = [] if optimizer is None else optimizer.variables
+    slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
     parts = num_devices if shard == "weights" else 1
     held = bytes_of(model.weights, parts) + bytes_of(slots, num_devices)
     return f"a device holds {held:,} of {bytes_of((*model.weights, *slots)):,} bytes of weights and optimizer"
