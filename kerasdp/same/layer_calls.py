@@ -7,13 +7,15 @@ regularizers see the gathered outputs.
 """
 
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops
 
-from kerasdp.errors import UserError
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.layers import call_of, hook_add_loss, hook_calls
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.keras_compat.random import draws_portably, given_seed_generator
@@ -32,6 +34,44 @@ def hook_layers() -> None:
 
 def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """Makes the call of a layer, or of another operation; `make`: what Keras does."""
+    try:
+        return _make_known_call(make, layer, *args, **kwargs)
+    except Exception as error:
+        other = None if isinstance(error, RunError) else other_frameworks_of(_function_of(layer))
+        if other is None:
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"layer {layer.name} failed ({type(error).__name__}: {reason}). It refers to {other} in a run of "
+            f"{keras.backend.backend()}; use keras.ops, which is the same on every backend"
+        ) from error
+
+
+FRAMEWORKS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
+
+
+def _function_of(layer: Any) -> Callable[..., Any]:
+    return getattr(layer, "function", getattr(type(layer), "call", None)) or len
+
+
+def other_frameworks_of(function: Callable[..., Any]) -> str | None:
+    """Returns the names of frameworks, other than the backend, that a user-defined function refers to."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, types.FunctionType) or function.__module__.startswith(("keras.", "kerasdp.")):
+        return None
+    known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    codes, imported = [function.__code__], set[str]()
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]  # of functions within it
+        for name in (*code.co_names, *code.co_freevars):
+            value = known.get(name)
+            module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            imported |= {name, str(module).partition(".")[0]}
+    others = sorted(FRAMEWORKS[name] for name in FRAMEWORKS.keys() & imported - {keras.backend.backend()})
+    return " and ".join(others) or None
+
+
+def _make_known_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     step = current_step()
     context: ReplicaContext | None = step.replica
     is_drawing = draws_portably(layer)

@@ -9,6 +9,7 @@ from keras import layers
 
 import kerasdp
 from kerasdp import UserError, portable
+from kerasdp.same.layer_calls import hook_layers
 
 
 def convnet():
@@ -77,3 +78,26 @@ def test_classes_of_the_kit_are_saved_as_those_of_keras(tmp_path):
     model.save(tmp_path / "own.keras")
     loaded = keras.models.load_model(tmp_path / "own.keras")
     assert [type(layer) for layer in loaded.layers] == [layers.BatchNormalization]
+
+
+def test_a_layer_of_another_framework_is_named():
+    """Whatever that framework says of it; what fails otherwise says so itself."""
+    hook_layers()
+    jax = pytest.importorskip("jax")
+
+    class Squared(keras.layers.Layer):
+        def call(self, x):
+            return jax.numpy.square(x)
+
+    class Broken(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.matmul(x, keras.ops.ones((7, 7)))
+
+    with pytest.raises(
+        UserError,
+        match=rf"layer it failed \(.*\). It refers to JAX in a run of {keras.backend.backend()}; use keras.ops",
+    ):
+        keras.Sequential([keras.Input((3,)), Squared(name="it")])
+    with pytest.raises((RuntimeError, ValueError, TypeError), match="shape") as failed:
+        keras.Sequential([keras.Input((3,)), Broken()])
+    assert not isinstance(failed.value, UserError)
