@@ -1,6 +1,7 @@
 """Reads and changes what Keras optimizers hold of the variables that they update."""
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -210,10 +211,9 @@ def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[Non
 
 
 def has_branches(optimizer: Any) -> bool:
-    """Returns whether some steps of an optimizer do what others do not.
-
-    Keras 3.15 has two branches for that, out of which the values of a `keras.StatelessScope` do not come.
-    """
+    """Returns whether some steps of an optimizer do what others do not, and the replicas meet within that."""
+    if inner_optimizer(optimizer) is not optimizer:  # a LossScaleOptimizer lets them meet before
+        return False
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 
@@ -226,13 +226,15 @@ def updating_values(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which an optimizer on TensorFlow updates values in a `keras.StatelessScope`, as elsewhere.
 
     Keras 3.15: the methods that `TFOptimizer` overrides ask for TensorFlow's variables, not their values; for this time
-    they are those of `BaseOptimizer`. No public way.
+    they are those of `BaseOptimizer`. That accumulates gradients, and overwrites weights with their averages, in one of
+    two branches, out of which a scope's values do not come. No public way.
     """
     methods: dict[str, Callable[..., Any]] = {
         name: types.MethodType(general, optimizer) for name, (_, general) in _tensorflow_methods().items()
     }
     keys = {id(variable): optimizer._var_key(variable) for variable in optimizer._trainable_variables}
     methods["_var_key"] = lambda variable: keys.get(id(variable))
+    methods["_backend_apply_gradients"] = functools.partial(_apply_without_branch, optimizer)
     return replaced(optimizer, **methods)
 
 
@@ -244,6 +246,30 @@ def _tensorflow_methods() -> dict[str, tuple[Any, Any]]:
     own, general = vars(TFOptimizer), vars(BaseOptimizer)
     names = [name for name in own if isinstance(general.get(name), types.FunctionType) and name != "__init__"]
     return {name: (own[name], general[name]) for name in names}
+
+
+def _apply_without_branch(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:
+    """Does what `BaseOptimizer._backend_apply_gradients` does, but computes both outcomes, and takes one."""
+
+    def update(gradients: list[Any]) -> None:
+        clipped = optimizer._clip_gradients(gradients)
+        optimizer._apply_weight_decay(weights)
+        optimizer._backend_update_step(clipped, weights, optimizer.learning_rate)
+
+    if steps := optimizer.gradient_accumulation_steps:
+        is_time = ops.equal((optimizer._iterations + 1) % steps, 0)  # the public `iterations` counts updates
+        kept = [optimizer._accumulated_gradients[optimizer._get_variable_index(weight)] for weight in weights]
+        sums = [gradient + so_far for gradient, so_far in zip(gradients, kept)]
+        _update_if(is_time, optimizer, weights, lambda: update([each / steps for each in sums]))
+        for variable, value in zip(kept, sums):
+            variable.assign(ops.where(is_time, ops.zeros_like(value), value))
+    else:
+        update(gradients)
+    if optimizer.use_ema:
+        every, trained = optimizer.ema_overwrite_frequency, optimizer._trainable_variables
+        optimizer._update_model_variables_moving_average(trained)
+        for weight, average in zip(trained, optimizer._model_variables_moving_average) if every else ():
+            weight.assign(ops.where(ops.equal((optimizer.iterations + 1) % every, 0), average, weight))
 
 
 def _update_if(condition: Any, optimizer: Any, weights: list[Any], update: Callable[[], None]) -> None:

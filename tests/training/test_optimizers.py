@@ -9,8 +9,6 @@ from tests.helpers import BACKENDS, results
 
 # A token that occurs twice in a batch has two gradients on TensorFlow, which are to be summed before all else.
 FEW = ("SGD global_clipnorm", "SGD accumulating", "AdamW")
-# Which some steps do and others do not.
-BRANCHES = ("SGD accumulating", "SGD ema now and then")
 
 
 def assert_embeddings_learn_the_same(backend, fields, *names):
@@ -18,9 +16,6 @@ def assert_embeddings_learn_the_same(backend, fields, *names):
     received = results("optimizers.py", backend, json.dumps(fields), *names)
     assert received and received.keys() <= expected.keys()
     for name, own in received.items():
-        if backend == "tensorflow" and fields.get("num_devices") == 2 and name in BRANCHES:
-            assert "TensorFlow cannot do that on several devices" in own["refused"]
-            continue
         assert own["calls"] > 0 or (name, backend) != ("Counting", "tensorflow")
         np.testing.assert_allclose(own["losses"], expected[name]["losses"], atol=2e-6, err_msg=name)
         for weight, other in zip(own["weights"], expected[name]["weights"], strict=True):

@@ -94,11 +94,18 @@ class ReplicaSteps(ShardSteps):
 
     def update(self, update: Callable[[], None]) -> None:
         """See `ShardSteps`."""
+        from kerasdp.keras_compat.optimizers import has_branches
+
         model = self.model
         if can_update_at_once(model.optimizer, model.trainable_weights):
             update_at_once(model.optimizer, all_variables(model), update)
+        elif self.strategy.split.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
+            # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
+            raise UserError(
+                "gradient_accumulation_steps and ema_overwrite_frequency: TensorFlow cannot do that with this "
+                f"{type(model.optimizer).__name__} on several devices; use --accumulate, or one device"
+            )
         else:
-            refuse_branches(model.optimizer)
             update()
 
     @contextlib.contextmanager
@@ -201,7 +208,6 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
         # A LossScaleOptimizer calls the one within it, where it is updated at once, or has left the replicas.
         is_within = is_in_scope() or tf.distribute.in_cross_replica_context()
         if not known or is_within or not can_update_at_once(optimizer, known):
-            refuse_branches(optimizer)
             return apply(optimizer, gradients, weights)
         return update_at_once(optimizer, [*optimizer.variables, *known], lambda: apply(optimizer, gradients, weights))
 
@@ -245,13 +251,17 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
 
 
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether a graph that is traced can update these weights at once, by `update_at_once`.
+    """Returns whether this step updates these weights at once: see `can_be_at_once`."""
+    return can_be_at_once(optimizer, weights) and not tf.executing_eagerly()
+
+
+def can_be_at_once(optimizer: Any, weights: list[Any]) -> bool:
+    """Returns whether a graph can update these weights at once, by `update_at_once`.
 
     Not with user-defined Python, nor (Nadam) where a class extends what would be taken back.
     """
     from kerasdp.keras_compat.layers import is_of_keras
     from kerasdp.keras_compat.optimizers import (
-        has_branches,
         inner_optimizer,
         learning_rate_schedule,
         overrides_nothing_of_tensorflow,
@@ -259,25 +269,7 @@ def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
 
     inner = inner_optimizer(optimizer)
     parts = [optimizer, inner, learning_rate_schedule(inner), *(variable.constraint for variable in weights)]
-    is_keras = all(part is None or is_of_keras(type(part)) for part in parts)
-    if tf.executing_eagerly() or not is_keras or has_branches(inner):
-        return False
-    return overrides_nothing_of_tensorflow(inner)
-
-
-def refuse_branches(optimizer: Any) -> None:
-    """Raises `UserError` where Keras (3.15) would leave the replicas within one of two branches.
-
-    For that TensorFlow has no graph.
-    """
-    from kerasdp.keras_compat.optimizers import has_branches
-
-    is_alone = tf.distribute.in_cross_replica_context() or tf.distribute.get_strategy().num_replicas_in_sync == 1
-    if has_branches(optimizer) and not is_alone and not tf.executing_eagerly():
-        raise UserError(
-            "gradient_accumulation_steps and ema_overwrite_frequency: TensorFlow cannot do that on several devices; "
-            "use --accumulate, or one device"
-        )
+    return all(part is None or is_of_keras(type(part)) for part in parts) and overrides_nothing_of_tensorflow(inner)
 
 
 def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
