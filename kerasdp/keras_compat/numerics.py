@@ -396,13 +396,12 @@ def _without_padding(
     )
     is_last = (data_format or keras.config.image_data_format()) == "channels_last"
     lengths = tuple(inputs.shape[1:-1] if is_last else inputs.shape[2:])
-    if padding != "same" or None in lengths:
+    is_known = padding == "same" and None not in lengths
+    pads = [max((-(-n // step) - 1) * step + k - n, 0) for n, k, step in zip(lengths, sizes, steps) if is_known]
+    if all(pad % 2 == 0 for pad in pads):
         return original(inputs, pool_size, strides, padding, data_format)
-    begins = [(max(-(-n // step) * step - step + k - n, 0)) // 2 for n, k, step in zip(lengths, sizes, steps)]
-    ends = [max((-(-n // step) - 1) * step + k - n, 0) - b for n, k, step, b in zip(lengths, sizes, steps, begins)]
-    if begins == ends:
-        return original(inputs, pool_size, strides, padding, data_format)
-    widths = [(0, 0), *zip(begins, ends), (0, 0)] if is_last else [(0, 0), (0, 0), *zip(begins, ends)]
+    within = [(pad // 2, pad - pad // 2) for pad in pads]
+    widths = [(0, 0), *within, (0, 0)] if is_last else [(0, 0), (0, 0), *within]
     averages, shares = (
         original(ops.pad(each, widths), pool_size, strides, "valid", data_format)
         for each in (inputs, ops.ones_like(inputs[:1], dtype="float64"))

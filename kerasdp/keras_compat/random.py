@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 from keras.src.backend import random as keras_random
@@ -98,28 +98,14 @@ def wrap_draws(kinds: tuple[str, ...], draw: Callable[..., Any]) -> None:
         wrap_for_good(keras_random, kind, functools.partial(draw, kind))
 
 
-class WeightHooks(Protocol):
-    """Decides what new weights and random layers begin with."""
-
-    def replace_initializer(self, initializer: Any, layer: keras.layers.Layer) -> Callable[..., Any]:
-        """Gets the initializer of a layer's new weight of floats; gives the one to use."""
-
-    def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
-        """Draws what one of Keras' random initializers is asked for; gives a tensor of floats."""
-
-    def make_seed(self) -> int:
-        """Gives the seed of a new `SeedGenerator` that was given none."""
-
-    def make_default_seed(self) -> int:
-        """Gives the seed that stands in for one that was not given, elsewhere: in an initializer, in `RandomCrop`."""
-
-
-def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[None]:
+def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which others decide what new weights and random layers begin with; the innermost counts.
 
     Keras 3.15: exchanges `Layer.add_weight`, `SeedGenerator.__init__` and the `__call__` of the random initializers,
     all public, but for all objects there are; and `keras.src.backend.random.make_default_seed`, which takes a number
     from Python's `random`, so that it depends on all that the process did before. No public hook does that.
+
+    `hooks`: a `kerasdp.same.initial_weights.WeightNumbering`.
     """
     layer_class, seed_class = keras.layers.Layer, keras.random.SeedGenerator
     add, make_generator = original(layer_class.add_weight), original(seed_class.__init__)

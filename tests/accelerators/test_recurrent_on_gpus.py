@@ -22,7 +22,7 @@ GPU, CPU = types.SimpleNamespace(platform="gpu"), types.SimpleNamespace(platform
     ],
 )
 def test_where(devices, dtype, expected):
-    from kerasdp.backends.jax.devices import JaxStrategy
+    from kerasdp.backends.jax.data_parallel import DataParallel
 
     layers = [
         keras.Input((5, 3)),
@@ -32,7 +32,7 @@ def test_where(devices, dtype, expected):
         keras.layers.GRU(4, name="gru", dtype=dtype),
     ]
     model = keras.Sequential(layers)
-    strategy = JaxStrategy.__new__(JaxStrategy)
+    strategy = DataParallel.__new__(DataParallel)
     strategy.devices = devices
     every = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.LSTM)]
     before = {layer.name: layer.use_cudnn for layer in every}

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import kerasdp
-from kerasdp.backends.tensorflow import devices, xla
+from kerasdp.backends.tensorflow import data_parallel, xla
 
 SGD = "sgd(learning_rate=0.01, momentum=0.9)"
 CASES = {
@@ -56,7 +56,7 @@ class Watch:
 def as_on_gpus() -> None:
     """Takes the paths that the kit takes on GPUs, on virtual CPU devices: the first one stands for the host."""
     gpu_kernels.keep_graphs()
-    make, names = tf.config.set_logical_device_configuration, devices.device_names
+    make, names = tf.config.set_logical_device_configuration, data_parallel.device_names
     tf.config.set_logical_device_configuration = lambda cpu, parts: make(cpu, [*parts, parts[0]])
     tf.distribute.ReductionToOneDevice = lambda *_: None
     xla.has_gpus = lambda: True
@@ -65,7 +65,7 @@ def as_on_gpus() -> None:
         found = names(chosen)
         return [f"CPU:{number + 1}" for number in range(len(found))] if len(found) > 1 else found
 
-    devices.device_names = device_names
+    data_parallel.device_names = device_names
 
 
 def tokens(keras):

@@ -2,21 +2,33 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
-from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_whole, shardings_over
+from kerasdp.backends.jax import processes
+from kerasdp.backends.jax.devices import (
+    lstms_not_for_cudnn,
+    put_each,
+    put_rows,
+    put_whole,
+    shardings_over,
+    start_jax,
+)
 from kerasdp.backends.jax.train_step import Layout, make_step_functions
 from kerasdp.config import Config
-from kerasdp.contract import DeviceBatch, StepFunctions
+from kerasdp.contract import DeviceBatch, SingleProcess, StepFunctions, Strategy, T
 from kerasdp.data.sampling import CachedRows, Split
+from kerasdp.keras_compat.patches import replaced_in_each
 from kerasdp.processes.devices import Devices
 from kerasdp.run_state import RunState
 from kerasdp.same.replica_context import ReplicaContext
+from kerasdp.step.replica import compared_variables
 
 if TYPE_CHECKING:
     import keras
@@ -24,16 +36,19 @@ if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
 
 
-class DataParallel(JaxStrategy):
+class DataParallel(Strategy):
     """A replica of the model on each device. See `kerasdp.contract.Strategy`.
 
     Attributes:
+        devices: of the run.
         replicated: the sharding of a tensor that each device holds the whole of.
         by_rows: the sharding of inputs, targets and sample weights.
     """
 
     def __init__(self, devices: Devices, config: Config):
-        super().__init__(devices, config)
+        self.config = config
+        self.processes = SingleProcess() if devices.cluster is None else processes.JaxProcesses(config)
+        self.devices = start_jax(devices, config)
         shard = self.processes.rank, self.processes.num_processes
         self.split = Split(devices.count, shard, is_one_program=True)
         self.replicated, self.by_rows = shardings_over(self.devices)
@@ -76,13 +91,19 @@ class DataParallel(JaxStrategy):
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
-        """Keeps Keras' own `predict`, as a callback may call it, from sharding its batches."""
+        """Keeps Keras' own `predict`, as a callback may call it, from sharding its batches.
+
+        Computes LSTMs step by step where cuDNN's kernel would be wrong: see `lstms_not_for_cudnn`.
+        """
         import keras
 
+        changes: list[tuple[Any, dict[str, Any]]] = [
+            (layer, {"use_cudnn": False}) for layer in lstms_not_for_cudnn(model, self.devices)
+        ]
         distribution = keras.distribution.distribution()
         keras.distribution.set_distribution(None)
         try:
-            with super().running(model):
+            with replaced_in_each(changes):
                 yield
         finally:
             keras.distribution.set_distribution(distribution)
@@ -95,3 +116,33 @@ class DataParallel(JaxStrategy):
     def layout(self) -> Layout:
         """Returns where the devices hold the variables of a model."""
         return Layout(self.replicated)
+
+    def each_replica(self, function: Callable[[], T], is_traced: bool = True) -> list[T]:
+        """See `Strategy`. Called eagerly, the function would take a minute on a GPU."""
+        found: list[T] = []
+        jax.eval_shape(lambda: found.append(function()))
+        return found
+
+    def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
+        """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
+
+        def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
+            shards = variable.value.addressable_shards
+            return {(str(shard.index), hashlib.sha256(np.asarray(shard.data).tobytes()).digest()) for shard in shards}
+
+        if len(self.devices) == 1:
+            return []
+        variables = compared_variables(model, state_only)
+        own = [values_of(variable) for variable in variables]
+        joined = [set().union(*values) for values in zip(*self.processes.all_gather_object(own), strict=True)]
+        return [
+            variable.path
+            for variable, values in zip(variables, joined)
+            if len(values) > len({shard for shard, _ in values})
+        ]
+
+    def peak_memory_bytes(self) -> int:
+        """See `Strategy`."""
+        own = [device for device in self.devices if device.process_index == jax.process_index()]
+        statistics = [device.memory_stats() or {} for device in own]
+        return max(figures.get("peak_bytes_in_use", 0) for figures in statistics) or super().peak_memory_bytes()

@@ -1,11 +1,9 @@
 """JAX: the devices of a run, driven by one process a machine: made, joined, and given data."""
 
 import collections
-import contextlib
 import dataclasses
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,12 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kerasdp.backends.jax import processes
 from kerasdp.config import Config
-from kerasdp.contract import SingleProcess, Strategy, T, Tensor
+from kerasdp.contract import Tensor
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.processes.hardware import num_gpus
 from kerasdp.processes.ranks import Cluster
-from kerasdp.step.replica import compared_variables
 
 if TYPE_CHECKING:
     import keras
@@ -141,63 +138,7 @@ def shardings_over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedS
     return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
 
 
-class JaxStrategy(Strategy):
-    """What the strategies of this backend share.
-
-    Attributes:
-        devices: of the run.
-    """
-
-    def __init__(self, devices: Devices, config: Config):
-        self.config = config
-        self.processes = SingleProcess() if devices.cluster is None else processes.JaxProcesses(config)
-        self.devices = start_jax(devices, config)
-
-    @contextlib.contextmanager
-    def running(self, model: "keras.Model") -> Iterator[None]:
-        """Computes LSTMs step by step where cuDNN's kernel would be wrong: see `_lstms_not_for_cudnn`."""
-        layers = _lstms_not_for_cudnn(model, self.devices)
-        chosen = [layer.use_cudnn for layer in layers]
-        for layer in layers:
-            layer.use_cudnn = False
-        try:
-            yield
-        finally:
-            for layer, choice in zip(layers, chosen, strict=True):
-                layer.use_cudnn = choice
-
-    def each_replica(self, function: Callable[[], T], is_traced: bool = True) -> list[T]:
-        """See `Strategy`. Called eagerly, the function would take a minute on a GPU."""
-        found: list[T] = []
-        jax.eval_shape(lambda: found.append(function()))
-        return found
-
-    def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
-
-        def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
-            shards = variable.value.addressable_shards
-            return {(str(shard.index), hashlib.sha256(np.asarray(shard.data).tobytes()).digest()) for shard in shards}
-
-        if len(self.devices) == 1:
-            return []
-        variables = compared_variables(model, state_only)
-        own = [values_of(variable) for variable in variables]
-        joined = [set().union(*values) for values in zip(*self.processes.all_gather_object(own), strict=True)]
-        return [
-            variable.path
-            for variable, values in zip(variables, joined)
-            if len(values) > len({shard for shard, _ in values})
-        ]
-
-    def peak_memory_bytes(self) -> int:
-        """See `Strategy`."""
-        own = [device for device in self.devices if device.process_index == jax.process_index()]
-        statistics = [device.memory_stats() or {} for device in own]
-        return max(figures.get("peak_bytes_in_use", 0) for figures in statistics) or super().peak_memory_bytes()
-
-
-def _lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> list[Any]:
+def lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> list[Any]:
     """Returns the LSTMs that Keras (3.15) would give to cuDNN, and must not.
 
     XLA (jax 0.10.2) cannot split its call: each of several GPUs would gather and compute the whole batch. Numbers of 16

@@ -3,11 +3,12 @@
 Loaded by the backend's name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 
 def differentiate(
@@ -28,21 +29,7 @@ def differentiate(
     # As `jax.value_and_grad` does, which gives zeros for what the value does not depend on.
     value, derivative, (aux, assigned) = jax.linearize(run, *values, has_aux=True)
     gradients = jax.linear_transpose(derivative, *values)(jnp.ones_like(value))
-    reached = _reached(jax.make_jaxpr(derivative)(*values).jaxpr)
+    # What is left of a program without what its result does not depend on.
+    _, reached = dce_jaxpr(jax.make_jaxpr(derivative)(*values).jaxpr, [True])
     scopes[-1].write_back(assigned)
     return value, aux, [gradient if is_reached else None for gradient, is_reached in zip(gradients, reached)]
-
-
-def _reached(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """Returns on which of its arguments a program's results depend; `wanted`: which results, None: all."""
-    wanted = wanted or [True] * len(jaxpr.outvars)
-    needed = {id(variable) for variable, is_wanted in zip(jaxpr.outvars, wanted) if is_wanted}
-    for equation in reversed(jaxpr.eqns):
-        wanted = [id(variable) in needed for variable in equation.outvars]
-        if not any(wanted):
-            continue
-        is_reached = [True] * len(equation.invars)
-        if equation.primitive.name == "checkpoint":  # `jax.checkpoint`
-            is_reached = _reached(equation.params["jaxpr"], wanted)
-        needed |= {id(variable) for variable, reached in zip(equation.invars, is_reached, strict=True) if reached}
-    return [id(variable) in needed for variable in jaxpr.invars]

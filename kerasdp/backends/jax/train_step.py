@@ -55,9 +55,9 @@ class ModelState:
         Keras (3.15) lets two variables hold one array after `assign`, as weights and their averages at the end of a
         training. A step that takes the memory of both needs two.
         """
-        from kerasdp.keras_compat.layers import raw_values
+        from kerasdp.keras_compat.layers import raw_value
 
-        values = raw_values(self._variables)
+        values = [raw_value(variable) for variable in self._variables]
         if self._last is None or not all(map(operator.is_, values, self._last_values)):
             seen: set[int] = set()
 
@@ -186,27 +186,21 @@ def make_step_functions(
     return StepFunctions(
         train=lambda batch, detail: Trained(*train[detail](batch)),
         train_several=(lambda batches: Trained(*several(batches))) if takes_several else None,
-        test=on_state(functools.partial(_test_step, model), "test"),
-        predict=on_state(functools.partial(_predict_step, model), "predict"),
+        test=on_state(functools.partial(_evaluation_step, model, "test_step"), "test"),
+        predict=on_state(functools.partial(_evaluation_step, model, "predict_step"), "predict"),
     )
 
 
-def _test_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+def _evaluation_step(model: "keras.Model", name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Runs `test_step` or `predict_step`; `state`: see `_state_of`."""
     from kerasdp.keras_compat.models import portable_steps
 
-    if "test_step" in portable_steps(model):
-        return _portable_step(model, "test_step", state, data)
-    return model.test_step(state, _packed(data))
-
-
-def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    from kerasdp.keras_compat.models import portable_steps
-
-    data = data[0], None, None, data[3]
-    if "predict_step" in portable_steps(model):
-        return _portable_step(model, "predict_step", state, data)
-    outputs, non_trainable_variables = model.predict_step(state, _packed(data))
-    return outputs, (state[0], non_trainable_variables)
+    if name == "predict_step":
+        data = data[0], None, None, data[3]
+    if name in portable_steps(model):
+        return _portable_step(model, name, state, data)
+    outputs, changed = getattr(model, name)(state, _packed(data))
+    return outputs, changed if name == "test_step" else (state[0], changed)
 
 
 def _lists_of_portable(model: "keras.Model") -> tuple[list["keras.Variable"], list["keras.Variable"]]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
-    TensorFlowStrategy,
+    device_names,
     keep_on_device,
     put_on_device,
     take_rows,
@@ -23,7 +23,7 @@ from kerasdp.backends.tensorflow.train_step import (
     several,
 )
 from kerasdp.config import Config
-from kerasdp.contract import DeviceBatch, StepFunctions, Structure, T, Trained
+from kerasdp.contract import DeviceBatch, SingleProcess, StepFunctions, Strategy, Structure, T, Trained
 from kerasdp.data.sampling import CachedRows, Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
@@ -37,12 +37,17 @@ if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
 
 
-class DataParallel(TensorFlowStrategy):
-    """A replica of the model on each device. See `kerasdp.contract.Strategy`."""
+class DataParallel(Strategy):
+    """A replica of the model on each device. See `kerasdp.contract.Strategy`.
+
+    Attributes:
+        device_names: TensorFlow's, of the devices.
+    """
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""
-        super().__init__(devices, config)
+        self.processes = SingleProcess()
+        self.device_names = device_names(devices)
         self.split = Split(devices.count)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
@@ -182,6 +187,12 @@ class DataParallel(TensorFlowStrategy):
                     f"{variable.path} of {model.name} was made outside of runner.scope(), so it is on one device only: "
                     "make all layers, the optimizer and the metrics within it"
                 )
+
+    def peak_memory_bytes(self) -> int:
+        """See `Strategy`."""
+        if not self.device_names[0].startswith("GPU"):
+            return super().peak_memory_bytes()
+        return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.device_names)
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kerasdp.backends.tensorflow import private
 from kerasdp.config import Config
-from kerasdp.contract import SingleProcess, Strategy, Structure
+from kerasdp.contract import Structure
 from kerasdp.processes.devices import AlreadyStartedError, Devices, choose_devices
 
 
@@ -73,27 +73,6 @@ def put_on_device(data: Structure, name: str) -> Structure:
 
     with tf.device(name):
         return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data)
-
-
-class TensorFlowStrategy(Strategy):
-    """What the strategies of this backend share.
-
-    Attributes:
-        config: of the run.
-        device_names: of the devices.
-    """
-
-    def __init__(self, devices: Devices, config: Config):
-        """Call before Keras is imported."""
-        self.config = config
-        self.processes = SingleProcess()
-        self.device_names = device_names(devices)
-
-    def peak_memory_bytes(self) -> int:
-        """See `Strategy`."""
-        if not self.device_names[0].startswith("GPU"):
-            return super().peak_memory_bytes()
-        return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.device_names)
 
 
 def keep_on_device(arrays: Structure, name: str) -> Structure:

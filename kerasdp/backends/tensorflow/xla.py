@@ -48,8 +48,8 @@ def _each(values: Any, dtype: tf.DType, other: tf.DType) -> Any:
 
     What a function gives in int32 TensorFlow (2.21) keeps in host memory on GPUs, where XLA has made it on the device.
     """
-    return tf.nest.map_structure(lambda each: tf.bitcast(each, other) if _is(each, dtype) else each, values)
 
+    def bitcast(each: Any) -> Any:
+        return tf.bitcast(each, other) if isinstance(each, tf.Tensor) and each.dtype == dtype else each
 
-def _is(value: Any, dtype: tf.DType) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype == dtype
+    return tf.nest.map_structure(bitcast, values)

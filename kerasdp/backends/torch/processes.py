@@ -124,20 +124,12 @@ class GlooScatter:
             dist.recv(length, group=self._group, group_src=0, tag=tag)
             content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
             dist.recv(content, group=self._group, group_src=0, tag=tag)
-            return _value_of(content)
+            return pickle.loads(content.numpy().data)
         sent: list[tuple[Any, torch.Tensor]] = []
         for rank in range(1, self.num_processes):
-            content = _bytes_of(values[rank])
+            content = torch.from_numpy(np.frombuffer(pickle.dumps(values[rank], protocol=5), np.uint8))
             for message in (torch.tensor([len(content)], device="cpu"), content):
                 sent.append((dist.isend(message, group=self._group, group_dst=rank, tag=tag), message))
         for work, _ in sent:  # whose memory is there until then
             work.wait()
         return values[0]
-
-
-def _bytes_of(value: Any) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(pickle.dumps(value, protocol=5), np.uint8))
-
-
-def _value_of(content: torch.Tensor) -> Any:
-    return pickle.loads(content.numpy().data)
