@@ -78,14 +78,10 @@ class Loss:
     [
         (1, [1, 1, 1, 1, 1], 0),
         (2, [1, 1, 1, 1, 1], 0),  # ends between two lines
-        (2, [1, 1, 1, 1], 0),
-        (1, [1], 0),
         (1, [3, 2], 0),
-        (1, [5], 0),
         (2, [3, 1], 0),
         (1, [1, 1], 3),
         (1, [2], 3),
-        (1, [1], 4),
     ],
 )
 def test_each_line_has_the_speed_of_its_steps(runs_ahead, log_every, calls, resumed, tmp_path, monkeypatch):
