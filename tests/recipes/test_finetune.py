@@ -71,7 +71,8 @@ def test_checkpoints_hold_what_trains_alone(backend, tmp_path):
     elsewhere = BACKENDS[(BACKENDS.index(backend) + 1) % len(BACKENDS)]
     (straight,) = resumed(backend, 1, {"optimizer": "SGD"})
     (continued,) = resumed(elsewhere, 1, again)
-    assert continued["losses"][:15] == pytest.approx(straight["losses"][5:20], rel=1e-9)
+    # Those before the stop are what the callback kept.
+    assert continued["losses"][:20] == pytest.approx(straight["losses"][:20], rel=1e-9)
 
 
 def adapted(*more):
