@@ -174,9 +174,14 @@ def results(program, backend, *arguments, **extra):
     return result_of(run(PROGRAMS / program, backend, *arguments, backend=backend, timeout=900, **extra))
 
 
+def steps_in(workdir):
+    """What a run has written down of its steps."""
+    return [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
+
+
 def losses_in(workdir):
     """Of each step that a run has written down."""
-    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    return [step["loss"] for step in steps_in(workdir)]
 
 
 def each_way(cases, quick, counts=(1, 2, 4), is_there=lambda *way: True):
@@ -240,7 +245,7 @@ def train_resumable(workdir, backend, count=None, **settings):
 
 def files_of_run(workdir):
     """Losses of the steps, and the rows of history.csv."""
-    lines = [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    lines = steps_in(workdir)
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     with open(workdir / "history.csv") as file:
         rows = list(csv.DictReader(file))

@@ -5,7 +5,6 @@ import types
 
 import pytest
 
-from kerasdp.cli.main import parse
 from kerasdp.config import Config
 from kerasdp.processes.devices import Devices
 from kerasdp.reporting import report
@@ -16,8 +15,6 @@ CHOICES = [
     ({}, True, False, True),
     ({"precision": "tf32"}, True, True, True),
     ({"precision": "float32"}, False, False, False),
-    ({"precision": "float64"}, False, False, False),
-    ({"precision": "bfloat16"}, False, False, False),
     ({"deterministic": True}, False, False, False),
 ]
 
@@ -69,10 +66,3 @@ def test_the_first_line_says_it():
     assert report._precision(facts) == "tf32"
     facts.config, facts.device_kind = Config(), "cpu"
     assert report._precision(facts) == "float32"
-
-
-def test_parity_is_exact():
-    config, _ = parse("parity", ["parity.py"])
-    assert config.precision == "float32"
-    config, _ = parse("parity", ["parity.py", "--precision=float64"])
-    assert config.precision == "float64"

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_alike, result_of, run
+from tests.helpers import PROGRAMS, all_but, assert_alike, result_of, run
 
 
 def trained(backend, cases):
@@ -96,7 +96,6 @@ OTHERS = {
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_with_what_else_saves_memory_or_time(backend):
     cases = [{"net": "random", "accumulate": 3} | case for case in OTHERS[backend]]
     *results, whole = trained(backend, [*cases, {"net": "random"}])

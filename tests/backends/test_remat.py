@@ -26,7 +26,6 @@ def outcome(backend, num_devices, remat, case, shard="none"):
 @pytest.mark.short("torch-1-blocks")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_learns_the_same(backend, num_devices, case):
     """Losses of 20 steps in float64, an uneven batch among them; with torch bit by bit, as the gradients are."""
     kept, again = (outcome(backend, num_devices, remat, case) for remat in ("none", "on"))
@@ -138,7 +137,6 @@ def test_other_strategies_refuse_it():
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_of_layers_elsewhere_keep_their_gradients(backend):
     """TensorFlow would lose them, and refuses."""
     settings = {"backend": backend, "device": "cpu", "num_devices": 1, "verbose": 0, "precision": "float64"}

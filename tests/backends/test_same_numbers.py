@@ -28,7 +28,6 @@ def test_the_largest_number_keeps_its_gradient():
 @pytest.mark.parametrize(
     "ways", [{}, {"num_devices": 2}, {"accumulate": 3}, {"num_devices": 2, "accumulate": 3}], ids=str
 )
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_all_in_each_way(backend, ways):
     """Also attention whose keys are all masked."""
     assert_same_numbers(backend, ways)

@@ -1,10 +1,8 @@
 """Keras' `steps_per_execution`: several steps a call, each with its own line, and nothing learned otherwise."""
 
-import json
-
 import pytest
 
-from tests.helpers import BACKENDS, assert_alike, files_of_run, result_of, train_resumable
+from tests.helpers import BACKENDS, assert_alike, files_of_run, result_of, steps_in, train_resumable
 
 CASES = [(name, count) for name in BACKENDS for count in (1, 2)]
 
@@ -17,7 +15,7 @@ def test_several_steps_a_call_learn_the_same(name, count, tmp_path):
     def train(steps, folder, **more):
         choices = {"precision": "float64", "checkpoint_every": "3", "keep": 100, "resume": True} | more
         result = result_of(train_resumable(tmp_path / folder, name, count, steps_per_execution=steps, **choices))
-        lines = [json.loads(line) for line in (tmp_path / folder / "steps.jsonl").read_text().splitlines()]
+        lines = steps_in(tmp_path / folder)
         assert min(line["images_per_second"] for line in lines) > 0
         return result | {"weights": 0, "rates": [line["learning_rate"] for line in lines]}
 

@@ -47,7 +47,6 @@ WITH_LARGE_OUTPUTS = ["--model=gpt --vocabulary=2000 --batch_size=32", "--model=
 
 
 @pytest.mark.parametrize("flags", WITH_LARGE_OUTPUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_devices_send_the_gradients_and_no_outputs(backend, flags):
     loop = started(f"{backend}_loop.py", "--traffic", *flags.split())
     kit = started("kit_loop.py", f"--backend={backend}", "--compile=off", "--traffic", *flags.split())
@@ -63,7 +62,6 @@ HEAD = 16
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("model", "batch_norm"), [("convnet", "sync"), ("convnet", "replica"), ("resnet18", "sync")])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_device_sends_what_is_computed(backend, model, batch_norm, count):
     """By benchmarks/step_bytes.py, of which docs/scaling.md is made."""
     flags = [f"--model={model}", f"--batch_norm={batch_norm}", "--batch_size=60", f"--devices={count}"]

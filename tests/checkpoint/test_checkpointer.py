@@ -100,7 +100,6 @@ def test_every_minute(make, monkeypatch):
 @pytest.mark.parametrize(
     ("scores", "best"),
     [
-        ([{"val_loss": 3.0}, {"val_loss": 1.0}, {"val_loss": 2.0}], 2),
         ([{"loss": 3.0}, {"loss": 4.0}], 1),
         ([{"loss": 1.0}, {"loss": 1.0, "val_loss": 5.0}, {"loss": 0.5}], 2),  # a validation counts for more
         ([{"loss": 2.0}, {"loss": float("nan")}], 1),

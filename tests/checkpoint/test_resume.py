@@ -195,7 +195,6 @@ print("RESULT", json.dumps(found))
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_exported_model_loads_everywhere(backend, undisturbed, tmp_path):
     paths = [undisturbed(name)[3] for name in BACKENDS]
     program = tmp_path / "load.py"

@@ -4,7 +4,6 @@ It prints the tables that stand in the README. About 40 minutes on two cores.
 """
 
 import functools
-import json
 import os
 import random
 import shutil
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from kerasdp.checkpoint import files as checkpoint
-from tests.helpers import BACKENDS, ROOT, environment, left_after, run, session_members
+from tests.helpers import BACKENDS, ROOT, environment, left_after, run, session_members, steps_in
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(7200)]
 
@@ -43,7 +42,7 @@ def command(way, workdir, optimizer, *flags):
 
 
 def losses(workdir):
-    lines = [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    lines = steps_in(workdir)
     assert [line["step"] for line in lines] == list(range(1, LAST + 1))
     return np.array([line["loss"] for line in lines])
 

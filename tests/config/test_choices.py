@@ -5,27 +5,9 @@ import pytest
 from kerasdp.config import choices
 from kerasdp.errors import UserError
 
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("adam", ("adam", {})),
-        ("sgd(momentum=0.9)", ("sgd", {"momentum": 0.9})),
-        ("synthetic(shape=(32,32,3), num_classes=100)", ("synthetic", {"shape": (32, 32, 3), "num_classes": 100})),
-        ("my/file.py:build", ("my/file.py:build", {})),
-        ("my/file.py:build(depth=3)", ("my/file.py:build", {"depth": 3})),
-    ],
-)
-def test_names_with_arguments(text, expected):
-    assert choices.parse(text, "flag") == expected
-
-
 NO_NAMES = (
     "",
     "sgd(momentum=0.5, momentum=0.7)",
-    "(a=1)",
-    "f(1)",
-    "f(a=b)",
     "f(a=1",
     "f(a=1)(b=2)",
     "f(a=__import__('os'))",

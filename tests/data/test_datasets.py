@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 
 import keras
 import numpy as np
@@ -186,11 +185,3 @@ def test_weights_of_classes():
     for targets, label in ((np.eye(3), 3), (np.arange(3), -1), (np.arange(3), 0.5), (np.arange(3), "0")):
         with pytest.raises(UserError, match="class_weight: expected classes of y, whole numbers from 0 on"):
             weights_of_classes(targets, {label: 1.0})
-
-
-@pytest.mark.skipif(
-    not os.path.isdir(datasets.DEBIAN_FASHION_MNIST), reason="the package dataset-fashion-mnist is missing"
-)
-def test_real_fashion_mnist():
-    data = load_data(Config(dataset="fashion_mnist"))
-    assert (data.train.num_samples, data.test.num_samples) == (60000, 10000)

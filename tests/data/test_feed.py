@@ -16,6 +16,21 @@ from kerasdp.run_state import Position, RunState
 X, Y = np.arange(22).reshape(11, 2), np.arange(11)
 
 
+class Threes(keras.utils.PyDataset):
+    """Four batches: three of three rows, and one of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = np.arange(11)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = self.rows[3 * index : 3 * index + 3]
+        return X[rows], Y[rows]
+
+
 def read(part, num_replicas=4, **order):
     batches = Order(num_samples=11, batch_size=6, **order)
     reader = SampleReader(ArraySource({"a": X}, Y), batches, Split(num_replicas, part))
@@ -37,15 +52,8 @@ def test_the_parts_of_all_processes_make_the_batch():
 
 
 def test_indexed_batches_are_shuffled_by_seed_and_epoch():
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            return X[3 * index : 3 * index + 3], Y[3 * index : 3 * index + 3]
-
     def epoch(seed, number):
-        reader = IndexedReader(Batches(), Split(2), order_seed=seed)
+        reader = IndexedReader(Threes(), Split(2), order_seed=seed)
         return [batch.targets[: len(batch.indices)].tolist() for batch in (read() for read in reader.epoch(number))]
 
     assert epoch(None, 0) == epoch(None, 1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
@@ -56,13 +64,10 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
 def test_a_batch_is_read_once_whoever_looks_at_it():
     """A data set that draws random numbers gives another one each time; one may shuffle when an epoch begins."""
 
-    class Drawing(keras.utils.PyDataset):
+    class Drawing(Threes):
         def __init__(self):
             super().__init__()
             self.calls = []
-
-        def __len__(self):
-            return 4
 
         def __getitem__(self, index):
             self.calls.append(index)
@@ -148,17 +153,10 @@ def test_a_feed_resumes_within_an_epoch():
 
 
 def test_a_dataset_that_shuffles_itself_resumes():
-    class Shuffling(keras.utils.PyDataset):
+    class Shuffling(Threes):
         def __init__(self):
             super().__init__()
-            self.random, self.rows = np.random.RandomState(0), np.arange(11)
-
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            rows = self.rows[3 * index : 3 * index + 3]
-            return X[rows], Y[rows]
+            self.random = np.random.RandomState(0)
 
         def on_epoch_end(self):
             self.random.shuffle(self.rows)

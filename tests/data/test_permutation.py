@@ -34,12 +34,6 @@ def test_each_number_comes_once():
         assert np.array_equal(np.sort(numbers), np.arange(size)), size
 
 
-def test_a_part_is_that_of_the_whole():
-    whole, keys = shuffled(1000, 2, 1), round_keys(2, 1)
-    places = np.array([[999, 0], [17, 17]])
-    np.testing.assert_array_equal(permuted(places, 1000, keys), whole[places])
-
-
 def test_seeds_and_epochs_have_orders_of_their_own():
     orders = {tuple(shuffled(1000, seed, number)) for seed in range(30) for number in range(30)}
     assert len(orders) == 900

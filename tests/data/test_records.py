@@ -9,8 +9,7 @@ from array_record.python import array_record_module
 from PIL import Image
 
 import kerasdp
-from kerasdp.data.batch import SampleReader
-from kerasdp.data.sampling import Order, Split
+from kerasdp.data.sampling import Order
 from kerasdp.errors import UserError
 
 X, Y = np.arange(44).reshape(22, 2) / 7, np.arange(22)
@@ -50,14 +49,6 @@ def test_each_record_of_a_batch_is_read_once(records, weight):
         np.testing.assert_array_equal(inputs[:-1], X[indices].astype("float32"))
         assert inputs.dtype == "float32" and (weights is None) == (weight is None)
     assert sorted(records.read) == list(range(22))
-
-
-def test_a_run_that_resumes_reads_nothing_of_what_is_behind():
-    records = Rows()
-    reader = SampleReader(kerasdp.RecordSource(records), Order(num_samples=22, batch_size=7), Split(1))
-    rest = [read() for read in reader.epoch(0, start=2)]
-    assert records.read == np.concatenate([batch.indices for batch in rest]).tolist()
-    assert len(records.read) == 22 - 2 * 7
 
 
 @pytest.mark.parametrize(

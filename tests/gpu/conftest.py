@@ -11,7 +11,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, result_of, run
+from tests.helpers import BACKENDS, losses_in, result_of, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,7 @@ class Machine:
         report = json.loads((workdir / "report.json").read_text())
         if device is None:
             assert report["device_kind"] == "cpu" if self.is_rehearsal else report["device_kind"] != "cpu"
-        lines = [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
-        return Run(np.array([line["loss"] for line in lines]), report, done.stderr)
+        return Run(np.array(losses_in(workdir)), report, done.stderr)
 
     def train_on_cpu(self, backend, *flags):
         """The same on one CPU device; once for all tests."""

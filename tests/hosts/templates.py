@@ -1,6 +1,5 @@
 """Changes the templates of `cluster/` as a person does who copies them, and looks at what their runs leave."""
 
-import json
 import pathlib
 import shutil
 import sys
@@ -8,7 +7,7 @@ import time
 
 import numpy as np
 
-from tests.helpers import ROOT, environment, run
+from tests.helpers import ROOT, environment, run, steps_in
 
 FOLDER = ROOT / "cluster"
 # In float64, since in float32 two trainings of so many steps diverge by round-off.
@@ -70,10 +69,6 @@ def difference_from_one_process(workdir: pathlib.Path, backend: str, folder: pat
         arguments = [f"--backend={backend}", "--model=lenet", "--dataset=digits", "--batch_size=64", "--epochs=20"]
         done = run(ROOT / "recipes" / "train.py", *arguments, *FLAGS, f"--workdir={alone}")
         assert done.returncode == 0, done.stderr
-    expected, received = ({line["step"]: line["loss"] for line in _lines(path)} for path in (alone, workdir))
+    expected, received = ({line["step"]: line["loss"] for line in steps_in(path)} for path in (alone, workdir))
     assert list(expected) == list(received) == list(range(1, NUM_STEPS + 1))
     return float(np.max(np.abs(np.subtract(list(received.values()), list(expected.values())))))
-
-
-def _lines(workdir):
-    return [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]

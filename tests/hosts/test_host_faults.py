@@ -1,7 +1,6 @@
 """A host that is lost ends the others, which say so; and the run resumes with the losses of an undisturbed one."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ import time
 
 import pytest
 
-from tests.helpers import HOST_BACKENDS
+from tests.helpers import HOST_BACKENDS, losses_in
 from tests.hosts import netns
 from tests.hosts.test_hosts import on_hosts
 from tests.hosts.together import results_of
@@ -105,10 +104,7 @@ def resume(backend, hosts, tmp_path):
     settings = SETTINGS | {"max_steps": last, "backend": backend, "devices": 1}
     results_of(on_hosts(hosts, workdir=str(tmp_path / "cut"), resume=True, **settings), timeout=300)
     results_of(on_hosts(hosts, workdir=str(tmp_path / "whole"), **settings), timeout=300)
-    found, expected = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
-        for name in ("cut", "whole")
-    )
+    found, expected = (losses_in(tmp_path / name) for name in ("cut", "whole"))
     assert len(found) == last and found == expected
     print(f"{backend}: resumed, {last} losses bit-equal to those of an undisturbed run")
 

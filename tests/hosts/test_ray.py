@@ -13,16 +13,12 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, HOST_BACKENDS, PROGRAMS, ROOT, environment, run
+from tests.helpers import BACKENDS, HOST_BACKENDS, PROGRAMS, ROOT, environment, losses_in, run, steps_in
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 pytest.importorskip("ray")
 
 RECIPE = ROOT / "recipes" / "ray_train.py"
-
-
-def steps(workdir):
-    return [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
 
 
 def on_two_nodes(backend, workdir, **settings):
@@ -41,15 +37,15 @@ def alone(tmp_path_factory):
             flags = [f"--backend={backend}", "--device=cpu", "--gpus=1", "--max_steps=40", "--log_every=1"]
             done = run(ROOT / "recipes" / "train.py", *flags, f"--workdir={folder}")
             assert done.returncode == 0, done.stderr
-            found[backend] = [line["loss"] for line in steps(folder)]
+            found[backend] = losses_in(folder)
         return found[backend]
 
     return get
 
 
 def assert_as_alone(workdir, expected):
-    assert [line["step"] for line in steps(workdir)] == list(range(1, 41))
-    losses = [line["loss"] for line in steps(workdir)]
+    assert [line["step"] for line in steps_in(workdir)] == list(range(1, 41))
+    losses = losses_in(workdir)
     print(f"\nlosses differ by {np.abs(np.subtract(losses, expected)).max():.1e}")
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
 

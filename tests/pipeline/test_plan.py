@@ -33,9 +33,7 @@ def test_stages():
     ("num_stages", "num_rows", "choices", "expected"),
     [
         (2, 64, {}, 16),  # two a stage
-        (4, 64, {}, 8),
         (2, 61, {}, 16),  # 16, 16, 16, 13
-        (2, 256, {}, 64),
         (4, 3, {}, 1),  # there are no more
         (2, 64, {"split_size": 7}, 7),
     ],
@@ -43,6 +41,17 @@ def test_stages():
 def test_size_of_a_micro_batch(num_stages, num_rows, choices, expected):
     """Whatever the run's own size of a batch is."""
     assert Config(strategy="pipeline", **choices).micro_batch_rows(num_rows, num_stages) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices"), [({"cut_at": "a,b,c"}, 4), ({"cut_at": "a", "num_devices": 2}, 2), ({}, None)]
+)
+def test_as_many_devices_as_stages(changes, num_devices):
+    """Whoever says how many stages has said how many devices."""
+    settings = Config(strategy="pipeline", **changes).with_devices_for_stages()
+    assert settings.num_devices == num_devices
+    assert settings.with_devices_for_stages() == settings
+    assert Config().with_devices_for_stages() == Config()
 
 
 def test_batches_that_cannot_be_cut_as_asked():

@@ -25,8 +25,7 @@ ON_A_DEVICE = {
 }
 
 
-@pytest.mark.short("fills_the_memory-torch", "drifts-jax")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.short("torch-fills_the_memory", "jax-drifts")
 @pytest.mark.parametrize("mode", ON_A_DEVICE)
 def test_what_goes_wrong_on_a_device_is_a_line(mode, backend):
     done, _ = alone(mode, backend)

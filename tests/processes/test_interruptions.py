@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, kill_session, left_after, left_in, start
+from tests.helpers import PROGRAMS, ROOT, finish, kill_session, left_after, left_in, start
 
 NUM_INTERRUPTIONS = int(os.environ.get("KERASDP_INTERRUPTIONS", "200"))
 AT_ONCE = int(os.environ.get("KERASDP_AT_ONCE", str(os.cpu_count() or 1)))
@@ -223,7 +223,6 @@ def undisturbed(backend, count, folder):
 @pytest.mark.proof
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interruption_at_any_moment_ends_the_run(backend, count, tmp_path):
     seed = os.environ.get("KERASDP_SEED", "0")
     expected, usual = undisturbed(backend, count, tmp_path)

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, killed_at_the_end, left_after, left_in, losses_in, start
+from tests.helpers import PROGRAMS, ROOT, finish, killed_at_the_end, left_after, left_in, losses_in, start
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 STEPS = 32
@@ -79,7 +79,6 @@ WITH_MOUNTS = pytest.mark.skipif(not can_mount(), reason="needs root and mount n
 
 @WITH_MOUNTS
 @pytest.mark.parametrize("kind", ["what is opened", "the file system"])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_workdir_that_turns_read_only(backend, kind, tmp_path):
     """What is opened: files that were open before are written. The file system: ext4 after an error of its disk."""
     workdir, image = tmp_path / "run", tmp_path / "image"
@@ -108,7 +107,6 @@ def test_a_workdir_that_turns_read_only(backend, kind, tmp_path):
 
 
 @pytest.mark.parametrize("num_letters", [94, 200])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_long_temporary_folder(backend, num_letters, tmp_path):
     """As schedulers make. An address of a socket in the file system has 107 letters at most."""
     expected, temporary = undisturbed(backend, 2, tmp_path), tmp_path / "t"

@@ -55,7 +55,6 @@ def table(title, rows):
 
 
 @pytest.mark.parametrize("what", ["launches", "fits", "fits of new models"])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_many_runs_in_one_process_hold_what_few_hold(backend, what):
     count = NUM_LAUNCHES if what == "launches" else NUM_FITS
     # As a user starts it: memory of a forked process is shared, and would be counted as it is written to.
@@ -116,7 +115,6 @@ def test_a_folder_of_many_images_is_listed_soon(many_files):
     assert result["seconds"] < max(5, NUM_FILES / 1e6 * 60) and per_file < 1000 + 50 * 2**20 / NUM_FILES
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_at_once_are_kept_apart(backend, tmp_path):
     """Four runs, each with a workdir in one folder: each learns what it learns alone, and has its own files."""
     flags = ["--model=mlp", "--max_steps=20", "--log_every=1", "--checkpoint_every=5", "--device=cpu", "--gpus=2"]

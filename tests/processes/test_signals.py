@@ -31,15 +31,6 @@ def left_with(monkeypatch):
     return codes
 
 
-def test_a_signal_to_a_group_of_processes_counts_once(left_with):
-    """It reaches a worker by itself, and from its parent, which passes it on."""
-    with signals.noticed(), signals.awaited():
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGUSR1)
-        assert signals.noted() is signal.SIGUSR1
-    assert left_with == []
-
-
 def test_a_second_signal_ends_the_run_at_once(left_with, monkeypatch):
     with signals.noticed(), signals.awaited():
         signal.raise_signal(signal.SIGUSR1)

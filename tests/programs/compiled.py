@@ -1,9 +1,9 @@
 """Trains nets with layers that can and cannot be captured, and prints what came out.
 
 python compiled.py CASES: see `starting.each_case`; beside fields of kerasdp.Config they hold
-    layer: "plain", "reading" (Python asks for a number), "foreign" (assigns a variable that is not the model's),
-        "slower" (a callback changes the rate), "frozen" (a callback freezes a layer), "swapping" (variables change
-        places), "scaled" (float16, whose first losses are scaled until they overflow)
+    layer: "plain", "reading" (Python asks for a number), "slower" (a callback changes the rate), "frozen" (a callback
+        freezes a layer), "swapping" (variables change places), "scaled" (float16, whose first losses are scaled until
+        they overflow)
     no_compiler_on_rank: the rank, if there is one, that finds no C++ compiler
 """
 
@@ -19,7 +19,6 @@ def train(runner, layer, no_compiler_on_rank=None):
     if runner.strategy.processes.rank == no_compiler_on_rank:
         torch._inductor.config.cpp.cxx = "/nowhere"  # torch has read $CXX by now
     ops = keras.ops
-    foreign = keras.Variable(0.0, trainable=False)
     calls = 0
 
     class Counting(keras.layers.Layer):
@@ -37,9 +36,6 @@ def train(runner, layer, no_compiler_on_rank=None):
                 self.other.assign(self.one)
                 self.one.assign(before)
                 return x + self.one - 0.5 * self.other
-            if layer == "foreign":
-                foreign.assign_add(1.0)
-                return x + 0.0 * foreign
             return x
 
     class Slower(keras.callbacks.Callback):

@@ -49,6 +49,7 @@ def numbers_of(variables):
 
 def train(runner, epochs, also_train, optimizer, shift):
     import keras
+    from learn_classes import fitted
 
     from kerasdp.keras_compat.layers import frozen_weights
 
@@ -62,18 +63,13 @@ def train(runner, epochs, also_train, optimizer, shift):
         weight.trainable = True
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(getattr(keras.optimizers, optimizer)(1e-2, global_clipnorm=1.0), loss)
-    held, losses = numbers_of(frozen_weights(model)), []
-
-    class Losses(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            losses.append(logs["loss"])
-
-    found = runner.fit(model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0,
-                       callbacks=[Losses()])  # fmt: skip
+    held = numbers_of(frozen_weights(model))
+    data = {"validation_data": (x[:20], y[:20]), "verbose": 0}
+    losses, history = fitted(runner, model, x, y, batch_size=BATCH, epochs=epochs, **data)
     assert {one.dtype for one in frozen_weights(model)} == {"float64"}
     assert all(map(np.array_equal, numbers_of(frozen_weights(model)), held)) and len(held) == 13
     return {
-        "losses": losses + found.history["val_loss"],
+        "losses": losses + history["val_loss"],
         "variables": [float(np.abs(one).sum()) for one in numbers_of(model.variables)],
         "diverged": runner.strategy.diverged_variables(model),
         "train": sum(int(np.prod(one.shape)) for one in model.trainable_variables),

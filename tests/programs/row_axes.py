@@ -39,8 +39,8 @@ class Views(layers.Layer):
         return ops.sum(ops.reshape(x, (2, -1, *x.shape[1:])), axis=0)
 
 
-class Windows(layers.Layer):
-    """Folds four windows of each sample into axis 0, as a Swin transformer, and normalizes and drops there."""
+class Elsewhere(layers.Layer):
+    """Normalizes, drops and adds noise behind `fold`, which `unfold` undoes."""
 
     def __init__(self):
         super().__init__()
@@ -48,23 +48,27 @@ class Windows(layers.Layer):
         self.noise = layers.GaussianNoise(0.3)
 
     def call(self, x, training=False):
-        x = ops.reshape(x, (-1, 2, *x.shape[2:]))
-        x = self.norm(self.dropout(self.noise(x, training=training), training=training), training=training)
+        x = self.dropout(self.noise(self.fold(x), training=training), training=training)
+        return self.unfold(self.norm(x, training=training))
+
+
+class Windows(Elsewhere):
+    """Folds four windows of each sample into axis 0, as a Swin transformer."""
+
+    def fold(self, x):
+        return ops.reshape(x, (-1, 2, *x.shape[2:]))
+
+    def unfold(self, x):
         return ops.reshape(x, (-1, 8, *x.shape[2:]))
 
 
-class TimeFirst(layers.Layer):
-    """Puts time first, as XLNet, and normalizes and drops there."""
+class TimeFirst(Elsewhere):
+    """Puts time first, as XLNet."""
 
-    def __init__(self):
-        super().__init__()
-        self.dropout, self.norm = layers.Dropout(0.5), layers.BatchNormalization()
-        self.noise = layers.GaussianNoise(0.3)
-
-    def call(self, x, training=False):
-        x = ops.swapaxes(x, 0, 1)
-        x = self.norm(self.dropout(self.noise(x, training=training), training=training), training=training)
+    def fold(self, x):
         return ops.swapaxes(x, 0, 1)
+
+    unfold = fold
 
 
 class Noise(layers.Layer):

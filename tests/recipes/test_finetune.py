@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kerasdp
-from kerasdp.cli.main import parse
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import frozen_weights
 from tests.helpers import BACKENDS, ROOT, each_way, losses_in, results, run
@@ -72,7 +71,8 @@ def test_checkpoints_hold_what_trains_alone(backend, tmp_path):
     elsewhere = BACKENDS[(BACKENDS.index(backend) + 1) % len(BACKENDS)]
     (straight,) = resumed(backend, 1, {"optimizer": "SGD"})
     (continued,) = resumed(elsewhere, 1, again)
-    assert continued["losses"][:15] == pytest.approx(straight["losses"][5:20], rel=1e-9)
+    # Those before the stop are what the callback kept.
+    assert continued["losses"][:20] == pytest.approx(straight["losses"][:20], rel=1e-9)
 
 
 def adapted(*more):
@@ -120,24 +120,6 @@ def test_what_trains():
     assert [one.path.rpartition("/")[2] for one in plain.trainable_variables] == ["lora_kernel_a", "lora_kernel_b"]
     with pytest.raises(UserError, match=r"lora_rank: .* has no attention, and no Dense before the last layer"):
         finetune.add_adapters(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--lora_rank=-1"], "--lora_rank: expected a whole number of at least 0. Received: -1"),
-        (["--preset=a", "--weights=b"], "--preset and --weights both name the model: leave out one of them"),
-        (["--dataset=digits"], "--dataset=FILE.py:FUNCTION goes with --weights or --preset"),
-        (["--dataset=a.py:b"], "give both, or none of them"),
-        (["--weights=b"], "give both, or none of them"),
-        (["--model=lenet"], "Unknown command line flag 'model'"),
-        (["--checkpoint_weights=some"], "--checkpoint_weights: expected one of all, trained. Received: 'some'"),
-    ],
-)
-def test_wrong_flags(flags, words):
-    with pytest.raises(UserError) as caught:
-        parse("finetune", ["finetune.py", *flags])
-    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def tuned(folder, *flags, backend=BACKENDS[0], expected=0, **settings):

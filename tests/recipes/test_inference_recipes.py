@@ -96,7 +96,6 @@ def test_wrong_use_is_one_line(trained, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_saved_model(backend, trained, tmp_path):
     """Written by TensorFlow; another backend says in a line why it does not."""
     flags = (f"--checkpoint={trained(BACKENDS[0])}", f"--to={tmp_path}/saved")

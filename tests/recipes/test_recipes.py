@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kerasdp.cli import main as cli
-from tests.helpers import BACKENDS, ROOT, environment, make_images, run
+from tests.helpers import BACKENDS, ROOT, environment, make_images, run, steps_in
 
 FLAGFILES = sorted(file for file in (ROOT / "flags").glob("*.flags") if not file.stem.startswith("pipeline"))
 
@@ -65,8 +65,7 @@ def test_the_default_command_learns(backend, count, epochs, least, tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == epochs
     assert float(rows[-1]["val_accuracy"]) == report["final"]["val_accuracy"]
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(10, 23 * epochs + 1, 10))
+    assert [step["step"] for step in steps_in(tmp_path)] == list(range(10, 23 * epochs + 1, 10))
     assert {path.name for path in tmp_path.iterdir()} == {
         ".lock", "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png", "checkpoints", "model.keras",
     }  # fmt: skip
@@ -115,7 +114,6 @@ def test_parity(tmp_path):
 
 
 @pytest.mark.proof  # in short: data/test_datasets.py
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_folder_of_images(backend, tmp_path):
     make_images(tmp_path / "images", {"cat": 20, "dog": 13})
     done = train(
@@ -178,7 +176,6 @@ def test_comparison_of_speeds(tmp_path):
 
 
 @pytest.mark.proof  # in short: test_readme.py and training/test_own_steps.py
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_custom_model_recipe(backend):
     """It reaches what its docstring says."""
     file = "recipes/custom_model.py"

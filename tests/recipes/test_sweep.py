@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, run, start
+from tests.helpers import ROOT, run, start
 
 pytestmark = pytest.mark.proof
 optuna = pytest.importorskip("optuna")
@@ -23,7 +23,6 @@ def study_in(workdir):
     return optuna.load_study(study_name="sweep", storage=storage)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sweep_that_is_killed_continues(backend, tmp_path):
     """Killed in the second of two runs: the first is not trained again, the second continues at its next step."""
     workdir = tmp_path / "sweep"

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kerasdp.cli.main import parse
 from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, losses_in, run
 
@@ -87,20 +86,6 @@ def check_batch_norm(files, path):
     lines = done.stdout.splitlines()
     assert {line.split()[1] for line in lines if line.startswith("moving_")} == {"True"}
     assert "kernel False" in lines
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--head_epochs=0"], "--head_epochs: expected a number above 0. Received: 0"),
-        (["--fine_tuning_rate=-1"], "--fine_tuning_rate: expected a number above 0. Received: -1"),
-        (["--model=lenet"], "Unknown command line flag 'model'"),
-    ],
-)
-def test_wrong_flags(flags, words):
-    with pytest.raises(UserError) as caught:
-        parse("transfer", ["transfer.py", *flags])
-    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,6 @@ def result(of):
     return report.result(of, state, rule, {"accuracy": 0.5, "loss": 0.9, "val_accuracy": 0.625}, 123)
 
 
-def test_the_first_epoch_does_not_count(tmp_path):
-    figures = result(facts(tmp_path))
-    assert figures["seconds_per_epoch"] == 2.0
-    assert figures["images_per_second"] == 200.0
-
-
 def test_lines(tmp_path):
     of = facts(tmp_path, folder="X/fit-2")
     assert report.start_line(of, 0.03) == (

@@ -10,7 +10,7 @@ from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import check_installed
 from kerasdp.reporting.run_files import Trackers
-from tests.helpers import run
+from tests.helpers import losses_in, run
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
@@ -27,14 +27,13 @@ def test_trackers_get_the_numbers(tracker, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
     (name,) = json.loads((workdir / "trackers.json").read_text()).values()
-    losses = [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
     if tracker == "wandb":
         assert len([path for path in (workdir / "wandb").iterdir() if path.name.endswith(name)]) == 2  # both parts
         return
     from mlflow import MlflowClient
 
     history = MlflowClient(tracking_uri=store).get_metric_history(name, "step/loss")
-    assert [metric.value for metric in sorted(history, key=lambda metric: metric.step)] == losses
+    assert [metric.value for metric in sorted(history, key=lambda metric: metric.step)] == losses_in(workdir)
     assert MlflowClient(tracking_uri=store).get_run(name).data.params["batch_size"] == "300"
 
 

@@ -35,7 +35,6 @@ def test_trains_as_on_one_device(backend, count, case):
 @pytest.mark.proof
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_of_halves_are_added(backend, count, precision):
     """By a layer, and by an activity regularizer: TensorFlow alone refuses to add bfloat16 to float32."""
     settings, cases = json.dumps({"precision": precision}), ("vae", "sums")[:count]

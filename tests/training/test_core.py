@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import BACKENDS, ROOT
+from tests.helpers import ROOT
 
 PROGRAM = """
 import sys
@@ -33,7 +33,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_trains_without_scale_and_parity(backend, tmp_path):
     shutil.copytree(ROOT / "kerasdp", tmp_path / "kerasdp", ignore=shutil.ignore_patterns("scale", "parity"))
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kerasdp
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import PROGRAMS, assert_same, result_of, run
 
 sys.path.insert(0, str(PROGRAMS))
 from iterators import EPOCHS, KINDS, expected_losses
@@ -108,7 +108,6 @@ def test_all_kinds(stopped, resumed, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_device_or_two(backend, tmp_path):
     names = [make.__name__ for make in KINDS]
     one = train((backend, 1), tmp_path / "one", *names)

@@ -26,7 +26,6 @@ def compare(backend, names):
 
 
 @pytest.mark.short("torch")
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_events_logs_and_results_are_those_of_keras(backend):
     compare(backend, QUICK[backend])
 

@@ -32,7 +32,6 @@ def test_embeddings_learn_the_same_on_each_backend(backend):
 @pytest.mark.proof
 @pytest.mark.parametrize("ways", [{"num_devices": 1}, {"num_devices": 2}, {"accumulate": 3},
                                   {"num_devices": 2, "accumulate": 3}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_embeddings_learn_the_same_with_all_optimizers(backend, ways):
     """Clipping, decay with exclusions, averages, accumulation, constraints, schedules, scaled losses."""
     assert_embeddings_learn_the_same(backend, ways)

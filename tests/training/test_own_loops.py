@@ -18,6 +18,7 @@ from tests.helpers import (
     results,
     run,
     start,
+    steps_in,
 )
 from tests.hosts.together import free_port, place_in_run
 
@@ -106,7 +107,7 @@ def test_resumes(move, tmp_path):
     expected = outcome(BACKENDS[0], 1, "wgan")
     np.testing.assert_allclose(numbers(received["critic"]), numbers(expected["critic"][6:]), rtol=1e-11)
     np.testing.assert_allclose(received["maker"], expected["maker"][3:], rtol=1e-11)
-    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    steps = steps_in(tmp_path / "run")
     assert [step["step"] for step in steps] == list(range(1, 21))
     np.testing.assert_allclose([step["loss"] for step in steps], [step["loss"] for step in expected["critic"]], 1e-11)
 

@@ -55,7 +55,6 @@ def test_trains_as_on_one_device(backend, count, case):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_in_the_form_of_each_backend(backend, count):
     """The same steps by `backward`, a GradientTape, or as functions of a state."""
     cases = ("vae",) if backend == "jax" else tuple(case for case in ALIKE if case != "clipped")

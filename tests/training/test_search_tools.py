@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", ["around", "inside"])
 @pytest.mark.parametrize("tool", ["optuna", "keras_tuner"])
 def test_a_search(tool, place, backend, tmp_path):

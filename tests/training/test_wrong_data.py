@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 
 LABELS = "targets: expected whole numbers from 0 to {} as labels, one for each output of the model. Received: "
 OUTPUTS = LABELS.format(2)
@@ -78,7 +78,6 @@ def answers_of(backend, count):
 
 
 @pytest.mark.short("torch")
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_answer_is_the_same_everywhere(backend):
     """And comes before the first step, or after some; each case of the program is judged."""
     answers = answers_of(backend, 1)
@@ -102,7 +101,6 @@ def require_expected(backend, answers):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_several_devices_answer_the_same(backend):
     require_expected(backend, answers_of(backend, 2))
 

@@ -26,7 +26,7 @@ from kerasdp.keras_compat import (
 )
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.same.layer_calls import hook_layers
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 from tests.programs import keras_patches
 
 ON_TORCH = pytest.mark.skipif("keras.backend.backend() != 'torch'", reason="a patch of Keras' torch backend")
@@ -194,7 +194,6 @@ def test_whole_numbers_are_resized_cubically_as_others():
     np.testing.assert_array_equal(array(whole), np.clip(np.round(array(exact)), 0, 255).astype("uint8"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_patches_of_a_backend(backend):
     """Functions that differ between backends; what is for JAX and TensorFlow alone."""
     if backend == keras.backend.backend() == "torch":  # here TensorFlow would have to divide the CPU first

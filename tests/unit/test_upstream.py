@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, run
+from tests.helpers import ROOT, run
 
 PROGRAMS = sorted(path for path in (ROOT / "upstream").glob("*.py") if path.stem != "verdicts")
 
@@ -19,7 +19,6 @@ def test_a_program(path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_verdicts_are_those_of_the_page(backend):
     """Where one is another, a work-around may go, or a version has moved: put it into the page."""
     done = run(ROOT / "upstream" / "verdicts.py", f"--backends={backend}", timeout=1500)

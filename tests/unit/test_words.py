@@ -12,32 +12,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORDS = {
     # What users do.
     r"(go|goes|going|went|gone) on": "resume, continue",
-    r"asked? for anew": "queried again",
     r"passed.over|PASSED_OVER|passed_over\w*": "skipped",
     r"behind (the|each|its|every|this|that|a) (step|epoch|batch)|behind (every )?(\d+ )?steps?": "after the step",
     r"in few passes|in fewer passes": "fused",
     r"cut off": "truncated (a file), removed (padding)",
-    r"wrong bits?|(single )?bit is wrong": "corrupt",
     # Comparing two trainings.
     r"parts? from|parting|[Pp]artings?|(two|runs|trainings) part": "diverge, divergent, divergence",
-    # Processes.
-    r"everyones|\w*agree(?=\()|_agree\w*": "all_gather_object",
-    r"highest_lately|the most urgent( wish)?": "all_reduce_max_delayed, the maximum over the ranks",
-    r"sent_sum\w*|received_sum\w*": "all_reduce_async, wait",
-    r"_tell|tell one another": "exchange",
     # Arrays and devices.
-    r"among[_ ]zeros": "zero_pad_to_global_batch",
-    r"bring_home|homes|_homes": "move_to_stage_devices, variable shardings",
-    r"KeptArrays|kept\.py|Kept\w+": "device cache",
-    r"loss_of_(its_)?parts|observation\.py|torch_rewrites": "loss_reduction, observer.py, graph_passes",
     r"drop_detours|detours": "round trips",
     r"(each replica|this process)'s part|parts? of (the|a) (global )?batch": "shard",
     r"equal parts": "equal shards",
     # Whose it is.
     r"the user's own|of the user's|of (the )?kit's own|the kit's own|of Keras' own losses": "user-defined, built-in",
-    # Programs.
-    r"native greetings|\w*native_greetings\w*": "native stderr",
-    r"class Replicas|`Replicas`|torch_ddp|tf_mirrored|jax_sharding|(torch|jax|tf)_stages": "Strategy, backends/*/*.py",
 }
 PLACES = ("kerasdp", "recipes", "flags", "benchmarks", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
