@@ -37,7 +37,7 @@ from kerasdp.step.check import check_first_step
 from kerasdp.step.row_search import row_layout_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.custom_loop import CustomLoop, LoopBatch, SavedParts, Step
-from kerasdp.training.data_checks import about_validation, check_data, name_culprit
+from kerasdp.training.data_checks import about_validation, check_data
 from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
@@ -445,10 +445,9 @@ class Runner:
                 evaluating = open_feed(self.strategy, validation) if validation else contextlib.nullcontext()
                 with open_feed(self.strategy, reader, self.state) as feed, evaluating as validation_feed:
                     yield Loop(model, self.strategy, self.state, functions), feed, validation_feed
-            except NonFiniteLossError as found:
-                error = name_culprit(found, reader, self.state)
+            except NonFiniteLossError as error:
                 if checkpointer is None or not self.is_chief:
-                    raise error from None
+                    raise
                 checkpointer.close()
                 kept = checkpointer.last_good
                 known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"
