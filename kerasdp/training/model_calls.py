@@ -127,20 +127,13 @@ def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[s
         model: whose weights are counted.
         arguments: by their names.
     """
-    found = {name: described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
-    return {"model": _described_model(model), **found}
-
-
-def _described_model(model: keras.Model) -> dict[str, Any]:
-    if not model.built:
-        return {"shown": f"a {type(model).__name__} that is not built"}
     weights = [weight.value for weight in model.trainable_weights[:_MOST]]
     # On jax some may be held by other processes.
-    whole = [value for value in weights if getattr(value, "is_fully_replicated", True)]
-    samples = [_sample(keras.ops.convert_to_numpy(value)) for value in whole]
+    whole = [keras.ops.convert_to_numpy(value) for value in weights if getattr(value, "is_fully_replicated", True)]
     count = sum(math.prod(weight.shape) for weight in model.weights)
     shown = f"a {type(model).__name__} of {count} numbers, {len(model.trainable_weights)} weights trained"
-    return {"shown": shown, "sample": sum(samples) / max(1, len(samples))}
+    found = {name: described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
+    return {"model": described(whole) | {"shown": shown}, **found}
 
 
 def described(value: Any) -> dict[str, Any]:

@@ -97,13 +97,8 @@ class Runner:
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
         hook_layers()
-        as_in_keras = (
-            metrics_of_ranks_as_they_are(),
-            kept_by_clear_session(),
-            arguments_in_configs(),
-            adapters_in_float64(),
-        )
-        with self.continued_scope(), model_calls_through(self), contextlib.ExitStack() as stack:
+        as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
+        with self.continued_scope(), model_calls_through(self), adapters_in_float64(), contextlib.ExitStack() as stack:
             for context in as_in_keras:
                 stack.enter_context(context)
             yield
@@ -221,20 +216,14 @@ class Runner:
             devices=str(self.devices),
             device_kind=self.devices.kind,
             num_devices=self.devices.count,
-            num_replicas=self.config.num_replicas(self.devices.count),
             num_processes=self.strategy.processes.num_processes,
             model=model.name,
-            global_batch_size=batch_size,
             data=reader.name,
             unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self.num_fits + 1),
         )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
-
-    def _say(self, line: str) -> None:
-        if self.is_chief and self.config.verbose != 0:
-            say(line)
 
     @through_model
     def evaluate(
@@ -364,8 +353,8 @@ class Runner:
             stack.enter_context(contextlib.closing(callbacks))
             if callbacks.checkpointer:
                 stack.enter_context(signals.awaited())
-        elif self.config.keeps_checkpoints:
-            self._say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
+        elif self.config.keeps_checkpoints and self.is_chief and self.config.verbose != 0:
+            say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
         loop.begin(self.state, callbacks, saved, self.config.max_steps)
         self.loop = loop
         stack.callback(setattr, self, "loop", None)
