@@ -6,7 +6,6 @@ One process reads and hands out: an object that each process read by itself migh
 import abc
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,14 +139,13 @@ class IndexedReader(BatchReader):
                 f"x: the {type(batches).__name__} has use_multiprocessing=True: leave it out, for workers=N threads, "
                 "or let the processes of a torch DataLoader (num_workers=N) read"
             )
-        length = batches.num_batches or self._steps
-        if length is None:
-            raise UserError(f"x: the {type(batches).__name__} has no number of batches; add steps_per_epoch")
+        if batches.num_batches is None:
+            raise UserError(f"x: the {type(batches).__name__} has no number of batches; give it one by __len__")
         self._order = Order(
-            num_samples=length,
+            num_samples=batches.num_batches,
             batch_size=1,
             seed=order_seed or 0,
-            shuffle=order_seed is not None and batches.num_batches is not None,
+            shuffle=order_seed is not None,
             steps_per_epoch=self._steps,
         )
         self.num_batches, self.num_threads = self._order.num_batches, max(1, batches.workers)
@@ -163,11 +161,8 @@ class IndexedReader(BatchReader):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
         """See `Reader`."""
         self._begin()
-        indices: Iterator[int] = (int(index) for (index,) in self._order.batches(epoch, start))
-        if self.batches.num_batches is None:  # each batch has a number of its own
-            indices = itertools.count(epoch * self._order.num_batches + start)
-        for number, index in zip(range(start, self._order.num_batches), indices):
-            yield functools.partial(self._read, index, number)
+        for number, (index,) in enumerate(self._order.batches(epoch, start), start):
+            yield functools.partial(self._read, int(index), number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """See `Reader`."""

@@ -83,7 +83,8 @@ def make_reader(
         return SampleReader(source, order, split, is_kept)
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    _require_batches(x)
+    if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
+        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
     steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
     if not isinstance(x, keras.utils.PyDataset):
@@ -106,12 +107,6 @@ def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float
             raise UserError("give class_weight or sample_weight, not both")
         sample_weight = weights_of_classes(y, class_weight)
     return ArraySource(x, y, sample_weight)
-
-
-def _require_batches(x: Any) -> None:
-    """Raises `UserError` for what gives no batches."""
-    if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
-        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
 
 
 def first_of(reader: Reader) -> Batch:

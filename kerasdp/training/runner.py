@@ -396,7 +396,7 @@ class Runner:
         Raises:
             UserError: for what cannot be saved. A step of the loop that uses anything else raises it later.
         """
-        self._saved_parts = SavedParts.checked(models, optimizers, metrics, variables)
+        self._saved_parts = SavedParts(models=models, optimizers=optimizers, metrics=metrics, variables=variables)
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
