@@ -56,6 +56,7 @@ class BatchReader(Reader):
         self.batches, self.split, self.warn = batches, split, warn
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
         self.hands_out, self._reads = scatter is not None, scatter is None or scatter.rank == 0
+        self._num_processes = 1 if scatter is None else scatter.num_processes
         self._known_first: tuple[Any, Any, Any] | None = None
 
     def first(self) -> Batch:
@@ -78,10 +79,6 @@ class BatchReader(Reader):
     @abc.abstractmethod
     def _look(self) -> Any:
         """Returns the first batch as the object gives it; END if there is none."""
-
-    @property
-    def _num_processes(self) -> int:
-        return 1 if self._scatter is None else self._scatter.num_processes
 
     def _handed_out(self, read: Callable[[], Any], cut: Callable[[Any], list[Any]], number: int) -> Any:
         """Returns what rank 0 cuts for this process of what it reads; None where there is nothing left."""

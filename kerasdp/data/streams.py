@@ -44,11 +44,6 @@ class Stream:
         self._waiting.extendleft(reversed(batches))
 
 
-def is_read_once(batches: Any) -> bool:
-    """Returns whether an object is its own iterator, as a generator is."""
-    return hasattr(batches, "__next__")
-
-
 def kind_of(batches: Any) -> str:
     """Returns what people call an object that gives batches."""
     return "tf.data.Dataset" if type(batches).__module__.startswith("tensorflow.") else type(batches).__name__
@@ -160,7 +155,7 @@ class StreamReader(BatchReader):
         """
         super().__init__(batches, *args, **kwargs)
         refuse_split_data(batches)
-        self._seed, self._is_read_once = seed, is_read_once(batches)
+        self._seed, self._is_read_once = seed, hasattr(batches, "__next__")  # its own iterator, as a generator is
         self._continues = self._is_read_once or (self._steps is not None and seed is not None)
         self._stream: Stream | None = None  # where this process reads
         if self._is_read_once and self._reads:

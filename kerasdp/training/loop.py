@@ -253,14 +253,11 @@ class ModelSteps:
             functions = self._strategy.step_functions(model, self._state)
             if self._has_weights and self._strategy.processes.rank == 0:
                 functions = _warning_of_unchanged_weights(model, functions)
-            known = made_for, self._marked(functions)
+            mark = watchdog.current.step_function
+            marked: dict[str, Any] = {name: mark(each) for name, each in vars(functions).items() if callable(each)}
+            known = made_for, dataclasses.replace(functions, **marked)
             self._functions.put(model, known)
         return known[1]
-
-    def _marked(self, functions: StepFunctions) -> StepFunctions:
-        mark = watchdog.current.step_function
-        marked: dict[str, Any] = {name: mark(each) for name, each in vars(functions).items() if callable(each)}
-        return dataclasses.replace(functions, **marked)
 
 
 # Steps in which a weight is to change, and weights of which one is looked at after the first step: the smallest.

@@ -111,7 +111,7 @@ def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float
 
 def first_of(reader: Reader) -> Batch:
     """Returns the first batch; data that draws by `keras.random` draws the same on every backend, here as in a feed."""
-    with _drawing():
+    with portable_draws(DATA):
         batch = reader.first()
     if keras.backend.backend() != "tensorflow":
         refuse_strings(batch.inputs, "inputs")
@@ -119,14 +119,10 @@ def first_of(reader: Reader) -> Batch:
     return batch
 
 
-def _drawing() -> contextlib.AbstractContextManager[None]:
-    return portable_draws(DATA)
-
-
 @contextlib.contextmanager
 def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
     """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
-    feed = Feed(reader, strategy.shard_batch, state, _drawing)
+    feed = Feed(reader, strategy.shard_batch, state, lambda: portable_draws(DATA))
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
 

@@ -168,7 +168,9 @@ class Runner:
         validation = self._validation(model, validation_data, validation_size, validation_steps, epochs)
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
-            _resume_validation(validation[0], range(initial_epoch, self.state.epoch), validation_freq)
+            if validation[0] is not None:
+                done = range(initial_epoch, self.state.epoch)
+                validation[0].resume_at(sum(is_due(epoch, validation_freq) for epoch in done))
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
         with self._training(model, run_callbacks, reader, *validation) as (loop, feed, validation_feed):
             loop.fit(feed, run_callbacks, range(initial_epoch, epochs), validation_feed, validation_freq)
@@ -441,11 +443,6 @@ class Runner:
                 kept = checkpointer.last_good
                 known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"
                 raise NonFiniteLossError(f"{error}; {known}", error.step) from None
-
-
-def _resume_validation(reader: Reader | None, done: range, validation_freq: int | list[int]) -> None:
-    if reader is not None:
-        reader.resume_at(sum(is_due(epoch, validation_freq) for epoch in done))
 
 
 def _unused(model: keras.Model, reader: Reader) -> tuple[str, ...]:
