@@ -65,12 +65,10 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
     """
     name, arguments = choices.parse(config.optimizer, "optimizer")
     base = keras.optimizers.Optimizer
-    # Those that hold others are none to choose; `LossScaleOptimizer` comes with --precision.
-    left_out = (base, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
     known: dict[str, Any] = {
         name.lower(): value
         for name, value in vars(keras.optimizers).items()
-        if isinstance(value, type) and issubclass(value, base) and value not in left_out
+        if isinstance(value, type) and issubclass(value, base) and value is not base
     }
     if name.lower() not in known:
         raise UserError(f"--optimizer: expected one of {', '.join(known)}. Received: {name!r}")

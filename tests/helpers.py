@@ -5,7 +5,6 @@ import contextlib
 import csv
 import fcntl
 import functools
-import gzip
 import importlib.util
 import itertools
 import json
@@ -14,7 +13,6 @@ import pathlib
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -277,15 +275,6 @@ def assert_alike(received, expected, rtol=1e-9, atol=1e-12, name=""):
     """Compares all numbers of two results."""
     assert not isinstance(received, str), received
     np.testing.assert_allclose(numbers(received), numbers(expected), rtol=rtol, atol=atol, err_msg=name)
-
-
-def write_idx(folder, split, images, labels, packed=False):
-    for kind, array in ((f"images-idx{images.ndim}-ubyte", images), ("labels-idx1-ubyte", labels)):
-        content = (
-            struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype("uint8").tobytes()
-        )
-        path = folder / f"{split}-{kind}{'.gz' if packed else ''}"
-        path.write_bytes(gzip.compress(content) if packed else content)
 
 
 def some_images(count, *shape):

@@ -8,7 +8,6 @@ form, whatever it contains.
 """
 
 import contextlib
-import hashlib
 import json
 import warnings
 import zipfile
@@ -20,6 +19,7 @@ import numpy as np
 
 from kerasdp.checkpoint.names import GROUPS, arguments_of, comparable, in_words, is_unsure, named, names_in
 from kerasdp.config import Config
+from kerasdp.data.sources import digest_of
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import frozen_weights, is_of_keras
 from kerasdp.keras_compat.models import as_functional
@@ -53,8 +53,8 @@ def frozen(model: keras.Model) -> dict[str, Any]:
 def digest_of_frozen(model: keras.Model, read: Read) -> str:
     """Returns a digest of the names and values of the weights of `frozen`."""
     of_names = dict(sorted(frozen(model).items()))
-    digests = read(model, list(of_names.values()), lambda value: _digest([to_numpy(value)]))
-    return _digest(map(_as_bytes, (*of_names, *digests)))
+    digests = read(model, list(of_names.values()), lambda value: digest_of([to_numpy(value)]))
+    return digest_of(map(_as_bytes, (*of_names, *digests)))
 
 
 def restore(
@@ -116,7 +116,7 @@ def identity(config: Config, model: keras.Model, reader: Any, read: Read) -> dic
     data = keras.tree.flatten((batch.indices, first_row, *reader.sample(len(batch.indices))[1:]))
     found = {f"--{name}": getattr(config, name) for name in _FLAGS}
     found |= {"global batch": len(batch.indices), "batches an epoch": reader.num_batches}
-    found["first batch of the data"] = _digest(leaf for leaf in data if leaf is not None)
+    found["first batch of the data"] = digest_of(leaf for leaf in data if leaf is not None)
     with without_tensorflow():
         found |= {"model": _architecture(model), "loss": in_words(model.loss)}
         found["optimizer"], found["learning rate"] = _optimizer_in_words(model.optimizer)
@@ -126,7 +126,7 @@ def identity(config: Config, model: keras.Model, reader: Any, read: Read) -> dic
         found["rows that a batch norm sees"] = reader.split.micro_batch_rows
     if held := frozen(model):
         names = sorted(name for name, variable in named(model, "model") if variable.trainable and name not in held)
-        found["the weights that train"] = _digest(map(_as_bytes, names))
+        found["the weights that train"] = digest_of(map(_as_bytes, names))
     if config.checkpoint_weights != "all":
         found |= {"--checkpoint_weights": config.checkpoint_weights, FROZEN: digest_of_frozen(model, read)}
     return found
@@ -161,22 +161,11 @@ def _architecture(model: keras.Model) -> str:
     for name, layer in sorted(names_in(model).layers, key=lambda pair: pair[0]):
         arguments = {} if isinstance(layer, keras.Model) else arguments_of(layer)
         parts.append([*([name] if name else []), type(layer).__name__, comparable(arguments)])
-    return _digest([_as_bytes(json.dumps(parts, sort_keys=True))])
+    return digest_of([_as_bytes(json.dumps(parts, sort_keys=True))])
 
 
 def _as_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), "uint8")
-
-
-def _digest(arrays: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        array = np.asarray(array)
-        # Data may come in the precision of the run.
-        array = np.ascontiguousarray(array.astype("float32") if array.dtype.kind == "f" else array)
-        digest.update(f"{array.shape}".encode())
-        digest.update(array.reshape(-1).view("uint8").data)
-    return digest.hexdigest()[:16]
 
 
 # Attributes of Keras' `Callback`, or set by each `fit`.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
-from kerasdp.data.sources import ArraySource, as_arrays, in_floatx, num_samples, take_rows
+from kerasdp.data.sources import as_arrays, in_floatx, num_samples, take_rows
 from kerasdp.run_state import RunState
 
 
@@ -103,10 +103,6 @@ class Reader(abc.ABC):
         A batch of fewer rows is repeated.
         """
 
-    def whole(self, epoch: int, number: int) -> Batch | None:
-        """Returns a batch with all rows of its inputs, to look at its numbers; None if it cannot be read again."""
-        return None
-
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:  # noqa: B027
         """Lets the data prepare for a batch as if those before it had been trained on.
 
@@ -146,22 +142,13 @@ class SampleReader(Reader):
         """See `Reader`."""
         return self._read(self.order.batch(0, 0), None)
 
-    def whole(self, epoch: int, number: int) -> Batch | None:
-        """See `Reader`. None of data that is not in memory."""
-        if not isinstance(self.source, ArraySource) or number >= self.num_batches:
-            return None
-        indices = self.order.batch(epoch, number)
-        return self._batch(indices, indices, None)
-
     def sample(self, num_rows: int) -> Any:
         """See `Reader`."""
         rows = np.resize(self.order.batch(0, 0), num_rows)
         return self.source.inputs(rows), *self.source.targets(rows)
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
-        return self._batch(indices, indices[self.split.rows_of_process(len(indices))], kept)
-
-    def _batch(self, indices: np.ndarray, rows: np.ndarray, kept: DeviceCache | None) -> Batch:
+        rows = indices[self.split.rows_of_process(len(indices))]
         targets, sample_weight = self.source.targets(rows)
         inputs = self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32"))
         return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices, own_indices=rows)

@@ -6,7 +6,6 @@ One process reads and hands out: an object that each process read by itself migh
 import abc
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +56,7 @@ class BatchReader(Reader):
         self.batches, self.split, self.warn = batches, split, warn
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
         self.hands_out, self._reads = scatter is not None, scatter is None or scatter.rank == 0
+        self._num_processes = 1 if scatter is None else scatter.num_processes
         self._known_first: tuple[Any, Any, Any] | None = None
 
     def first(self) -> Batch:
@@ -79,10 +79,6 @@ class BatchReader(Reader):
     @abc.abstractmethod
     def _look(self) -> Any:
         """Returns the first batch as the object gives it; END if there is none."""
-
-    @property
-    def _num_processes(self) -> int:
-        return 1 if self._scatter is None else self._scatter.num_processes
 
     def _handed_out(self, read: Callable[[], Any], cut: Callable[[Any], list[Any]], number: int) -> Any:
         """Returns what rank 0 cuts for this process of what it reads; None where there is nothing left."""
@@ -140,14 +136,13 @@ class IndexedReader(BatchReader):
                 f"x: the {type(batches).__name__} has use_multiprocessing=True: leave it out, for workers=N threads, "
                 "or let the processes of a torch DataLoader (num_workers=N) read"
             )
-        length = batches.num_batches or self._steps
-        if length is None:
-            raise UserError(f"x: the {type(batches).__name__} has no number of batches; add steps_per_epoch")
+        if batches.num_batches is None:
+            raise UserError(f"x: the {type(batches).__name__} has no number of batches; give it one by __len__")
         self._order = Order(
-            num_samples=length,
+            num_samples=batches.num_batches,
             batch_size=1,
             seed=order_seed or 0,
-            shuffle=order_seed is not None and batches.num_batches is not None,
+            shuffle=order_seed is not None,
             steps_per_epoch=self._steps,
         )
         self.num_batches, self.num_threads = self._order.num_batches, max(1, batches.workers)
@@ -163,11 +158,8 @@ class IndexedReader(BatchReader):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
         """See `Reader`."""
         self._begin()
-        indices: Iterator[int] = (int(index) for (index,) in self._order.batches(epoch, start))
-        if self.batches.num_batches is None:  # each batch has a number of its own
-            indices = itertools.count(epoch * self._order.num_batches + start)
-        for number, index in zip(range(start, self._order.num_batches), indices):
-            yield functools.partial(self._read, index, number)
+        for number, (index,) in enumerate(self._order.batches(epoch, start), start):
+            yield functools.partial(self._read, int(index), number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """See `Reader`."""

@@ -1,15 +1,10 @@
-"""Loads the built-in data sets. Images are uint8 from 0 to 255: that is how they travel to the device.
-
-IDX is the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist).
-"""
+"""Loads the built-in data sets. Images are uint8 from 0 to 255: that is how they travel to the device."""
 
 import contextlib
 import dataclasses
 import fcntl
 import functools
-import gzip
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,8 +16,6 @@ from kerasdp.data.sampling import epoch_order
 from kerasdp.data.sources import ArraySource, RecordSource, Source, list_images, read_image
 from kerasdp.errors import UserError
 
-# Where Debian and Ubuntu put the package dataset-fashion-mnist.
-DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
 Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -56,12 +49,13 @@ def load_data(config: Config) -> Dataset:
 
 def _load(config: Config) -> Dataset:
     name, arguments = choices.parse(config.dataset, "dataset")
+    if name != "images" and config.data_dir is not None:
+        raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {config.data_dir!r}; leave it out")
     if choices.is_user_function(name):
-        _refuse_data_dir(name, config.data_dir)
         function = choices.load_user_function(name, "dataset")
         return from_arrays(function(**arguments), config.dataset)
     try:
-        return DATASETS[name](config.data_dir, **arguments)
+        return images(config.data_dir, **arguments) if name == "images" else DATASETS[name](**arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not arguments:
             raise
@@ -97,12 +91,11 @@ def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Da
     )
 
 
-def digits(data_dir: str | None) -> Dataset:
+def digits() -> Dataset:
     """Loads 1,797 real handwritten digits (Alpaydin and Kaynak 1998), which come with this package (digits.txt).
 
     Each of the 8x8 pixels becomes 3x3, with a border of 2: 28x28, like MNIST. 1,437 to learn from, 360 held out.
     """
-    _refuse_data_dir("digits", data_dir)
     with np.load(os.path.join(os.path.dirname(__file__), "digits.npz")) as stored:
         images, labels = stored["images"], stored["labels"]
     images = np.rint(images * (255 / 16)).astype("uint8")
@@ -113,14 +106,9 @@ def digits(data_dir: str | None) -> Dataset:
 
 
 def synthetic(
-    data_dir: str | None,
-    shape: tuple[int, ...] = (28, 28, 1),
-    num_classes: int = 10,
-    num_samples: int = 1024,
-    num_test_samples: int = 256,
+    shape: tuple[int, ...] = (28, 28, 1), num_classes: int = 10, num_samples: int = 1024, num_test_samples: int = 256
 ) -> Dataset:
     """Makes random images and labels of any shape and number: nothing to learn, something to measure."""
-    _refuse_data_dir("synthetic", data_dir)
     random = np.random.RandomState(0)
 
     def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -166,20 +154,15 @@ def _labelled_image(record: tuple[str, Any], size: tuple[int, int], channels: in
     return read_image(path, size, channels), label
 
 
-def published(name: str, data_dir: str | None) -> Dataset:
-    """Loads a data set of `keras.datasets`, or of IDX files in a folder."""
-    folder = data_dir
-    if folder is None and name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST):
-        folder = DEBIAN_FASHION_MNIST
-    if folder is not None:
-        return from_arrays((read_idx_split(folder, "train"), read_idx_split(folder, "t10k")), name, num_classes=10)
+def published(name: str) -> Dataset:
+    """Loads a data set of `keras.datasets`."""
     try:
         with one_download_at_a_time("datasets"):
             (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
     except Exception as error:  # Keras raises bare Exception for a failed download
         raise UserError(
-            f"--dataset: {name} could not be downloaded ({error}); put its IDX files into a folder and add "
-            "--data_dir=FOLDER, or choose --dataset=digits, which needs no download"
+            f"--dataset: {name} could not be loaded ({error}); put its files where Keras keeps them "
+            "(~/.keras/datasets, or datasets in $KERAS_HOME), or choose --dataset=digits, which needs no download"
         ) from error
     if x_train.ndim == 3:
         x_train, x_test = x_train[..., None], x_test[..., None]
@@ -200,53 +183,9 @@ def one_download_at_a_time(kind: str) -> Iterator[None]:
         yield
 
 
-def _refuse_data_dir(name: str, data_dir: str | None) -> None:
-    if data_dir is not None:
-        raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {data_dir!r}; leave it out")
-
-
 DATASETS: dict[str, Callable[..., Any]] = {
     "digits": digits,
     **{name: functools.partial(published, name) for name in ("mnist", "fashion_mnist", "cifar10")},
     "synthetic": synthetic,
     "images": images,
 }
-
-
-def read_idx(path: str) -> np.ndarray:
-    """Reads one IDX file of unsigned bytes, plain or gzipped.
-
-    Raises:
-        UserError: if the file is truncated, damaged or no IDX file.
-    """
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            content = file.read()
-        num_axes = content[3]
-        if content[:3] != b"\0\0\x08":
-            raise ValueError("it does not begin as one of unsigned bytes")
-        shape = np.frombuffer(content, ">u4", num_axes, offset=4).tolist()
-        return np.frombuffer(content, "uint8", offset=4 + 4 * num_axes).reshape(shape)
-    except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: cannot be read as an IDX file ({reason}); fetch the file again") from error
-
-
-def read_idx_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Reads images and labels of `"train"` or `"t10k"` from the four files of MNIST's naming.
-
-    Returns:
-        Images, uint8, shape `(samples, height, width, channels)`, and labels, shape `(samples,)`.
-
-    Raises:
-        UserError: if a file is missing or damaged.
-    """
-    arrays = []
-    for kinds in (("images-idx3-ubyte", "images-idx4-ubyte"), ("labels-idx1-ubyte",)):
-        paths = [os.path.join(folder, f"{split}-{kind}{ending}") for kind in kinds for ending in ("", ".gz")]
-        path = next(filter(os.path.isfile, paths), None)
-        if path is None:
-            raise UserError(f"--data_dir: expected {split}-{kinds[0]} (or with .gz) in {folder!r}; it is not there")
-        arrays.append(read_idx(path))
-    images, labels = arrays
-    return images.reshape(images.shape if images.ndim == 4 else (*images.shape, 1)), labels

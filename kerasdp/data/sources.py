@@ -1,9 +1,10 @@
 """Reads samples by their number: from arrays, or of what gives records; lists and reads images."""
 
+import hashlib
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -37,6 +38,10 @@ class Source(Protocol):
 class ArraySource:
     """Samples in memory.
 
+    Attributes:
+        arrays: the inputs of all samples.
+        all_targets: the targets and the sample weights of all samples; either may be None.
+
     Args:
         inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays.
         targets: likewise, or None.
@@ -50,34 +55,24 @@ class ArraySource:
     name = ""
 
     def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
-        self._inputs = as_arrays(inputs)
-        self._targets, self._sample_weight = as_arrays((targets, sample_weight))
-        self.num_samples = num_samples((self._inputs, self._targets, self._sample_weight))
-
-    @property
-    def arrays(self) -> Any:
-        """Returns the inputs of all samples."""
-        return self._inputs
-
-    @property
-    def all_targets(self) -> tuple[Any, Any]:
-        """Returns the targets and the sample weights of all samples; either may be None."""
-        return self._targets, self._sample_weight
+        self.arrays, all_targets, all_weights = as_arrays((inputs, targets, sample_weight))
+        self.all_targets = all_targets, all_weights
+        self.num_samples = num_samples((self.arrays, *self.all_targets))
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of the inputs, in the types of batches."""
         return sum(
-            math.prod(leaf.shape) * _type_of_rows(leaf.dtype).itemsize for leaf in keras.tree.flatten(self._inputs)
+            math.prod(leaf.shape) * _type_of_rows(leaf.dtype).itemsize for leaf in keras.tree.flatten(self.arrays)
         )
 
     def inputs(self, indices: np.ndarray) -> Any:
         """See `Source`."""
-        return in_floatx(take_rows(self._inputs, indices))
+        return in_floatx(take_rows(self.arrays, indices))
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
         """See `Source`."""
-        return in_floatx((take_rows(self._targets, indices), take_rows(self._sample_weight, indices)))
+        return in_floatx(take_rows(self.all_targets, indices))
 
 
 def read_image(path: str, size: tuple[int, int], channels: int) -> np.ndarray:
@@ -157,6 +152,16 @@ def in_floatx(structure: Any) -> Any:
 def _type_of_rows(dtype: np.dtype) -> np.dtype:
     """Returns the type of a batch of numbers of some type; bfloat16 is of no kind that NumPy has."""
     return np.dtype(keras.config.floatx()) if "float" in dtype.name else dtype
+
+
+def digest_of(arrays: Iterable[Any]) -> str:
+    """Returns a digest of shapes and elements, the same in whatever precision floating-point numbers come."""
+    digest = hashlib.sha256()
+    for array in map(np.asarray, arrays):
+        digest.update(f"{array.shape}".encode())
+        alike = array.astype({"f": "float32", "O": "str"}.get(array.dtype.kind, array.dtype))
+        digest.update(np.ascontiguousarray(alike).reshape(-1).view("uint8").data)
+    return digest.hexdigest()[:16]
 
 
 def is_of_arrays(x: Any) -> bool:

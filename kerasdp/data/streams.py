@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import hashlib
 import itertools
 import random
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 
 from kerasdp.data.batch import Batch
 from kerasdp.data.batch_reader import END, BatchReader
+from kerasdp.data.sources import digest_of
 from kerasdp.errors import UserError
 
 # tf.data's word for a data set without end; a Grain data set that is repeated has this length.
@@ -42,11 +42,6 @@ class Stream:
     def give_back(self, batches: list[Any]) -> None:
         """Lets the batches that were taken last come again."""
         self._waiting.extendleft(reversed(batches))
-
-
-def is_read_once(batches: Any) -> bool:
-    """Returns whether an object is its own iterator, as a generator is."""
-    return hasattr(batches, "__next__")
 
 
 def kind_of(batches: Any) -> str:
@@ -121,16 +116,10 @@ def refuse_split_data(batches: Any) -> None:
         )
 
 
-def digest_of(data: Any) -> str:
+def _digest_of(data: Any) -> str:
     """Returns a digest of some elements of each array of a batch, by which it is known again."""
-    digest = hashlib.sha256()
-    for leaf in keras.tree.flatten(data):
-        if leaf is not None:
-            digest.update(f"{leaf.shape} {leaf.dtype.str}".encode())
-            some = np.ascontiguousarray(leaf).reshape(-1)[:: 1 + leaf.size // _MOST_DIGESTED]
-            some = some.astype(str) if some.dtype == object else some
-            digest.update(np.ascontiguousarray(some).view("uint8").data)
-    return digest.hexdigest()[:16]
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    return digest_of(leaf.reshape(-1)[:: 1 + leaf.size // _MOST_DIGESTED] for leaf in leaves)
 
 
 # So many batches may have been read, but not yet trained (`steps_per_execution`), when a checkpoint is written.
@@ -166,7 +155,7 @@ class StreamReader(BatchReader):
         """
         super().__init__(batches, *args, **kwargs)
         refuse_split_data(batches)
-        self._seed, self._is_read_once = seed, is_read_once(batches)
+        self._seed, self._is_read_once = seed, hasattr(batches, "__next__")  # its own iterator, as a generator is
         self._continues = self._is_read_once or (self._steps is not None and seed is not None)
         self._stream: Stream | None = None  # where this process reads
         if self._is_read_once and self._reads:
@@ -252,7 +241,7 @@ class StreamReader(BatchReader):
         def cut(data: Any) -> list[Batch]:
             parts = self._parts(data, rows_before)
             self._rows += len(parts[0].indices)
-            self._digests[place + 1] = digest_of(data)
+            self._digests[place + 1] = _digest_of(data)
             self._digests.pop(place + 1 - _MOST_AHEAD, None)
             return parts
 
@@ -288,7 +277,7 @@ class StreamReader(BatchReader):
         self._num_taken = max(self._num_taken, place)
         if data is None or data is END or self._resumed_with is None:
             return
-        is_other = self._resumed_with.get("digest") not in (None, digest_of(self._unpacked(data)))
+        is_other = self._resumed_with.get("digest") not in (None, _digest_of(self._unpacked(data)))
         end = "; the last is NOT the one of then: seed what shuffles, or the loss curve is another" if is_other else ""
         self.warn(f"--resume: {missing} batches of the {kind_of(self.batches)} were read again and dropped{end}")
         self._resumed_with = None

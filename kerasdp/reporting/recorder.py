@@ -167,7 +167,7 @@ class Recorder(keras.callbacks.Callback):
             if not math.isfinite(last):
                 raise NonFiniteLossError(
                     f"the loss became {last} at step {step} (epoch {self.run_state.epoch + 1}) with learning rate "
-                    f"{self._learning_rate():.3g}; try a lower --learning_rate",
+                    f"{self._learning_rate():.3g}; try a lower --learning_rate, or look for NaN in the data",
                     step,
                 )
         return last

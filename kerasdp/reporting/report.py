@@ -21,10 +21,8 @@ class Facts:
         devices: the devices in words.
         device_kind: `"gpu"`, `"tpu"`, `"cpu"`, or what a plug-in of jax calls its devices.
         num_devices: over all processes.
-        num_replicas: of the model.
         num_processes: worker processes.
         model: the model's name.
-        global_batch_size: samples a step, over all devices.
         data: name of the data set, if it has one.
         unused: choices of which nothing was made: the model, the optimizer or the data are user-defined.
         folder: where the files of this `fit` go; None: there are none.
@@ -34,10 +32,8 @@ class Facts:
     devices: str
     device_kind: str
     num_devices: int
-    num_replicas: int
     num_processes: int
     model: str
-    global_batch_size: int
     data: str = ""
     unused: tuple[str, ...] = ()
     folder: str | None = None
@@ -46,7 +42,7 @@ class Facts:
     def title(self) -> str:
         """Returns what a picture of the run is headed by: model, data, backend, devices, batch."""
         of = f" on {self.data}" if self.data else ""
-        return f"{self.model}{of} | {self.config.backend} on {self.devices} | batch {self.global_batch_size}"
+        return f"{self.model}{of} | {self.config.backend} on {self.devices} | batch {self.config.batch_size}"
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -98,10 +94,10 @@ def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -
     With a schedule the rate is that of the next update: of a warm-up it may be 0.
     """
     of_schedule = "" if schedule == "constant" else f" now, by {schedule}"
-    replica_batch = str(facts.config.replica_batch_size(facts.num_replicas))
-    share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
+    num_replicas = facts.config.num_replicas(facts.num_devices)
+    share = f" ({facts.config.replica_batch_size(num_replicas)} a replica)" if num_replicas > 1 else ""
     return (
-        f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
+        f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.config.batch_size}{share} | "
         f"learning rate {learning_rate:.6g}{of_schedule} | {_precision(facts)}"
     )
 
@@ -150,7 +146,7 @@ def result(
         "model": facts.model,
         "dataset": facts.data or None,
         **update_rule,
-        "global_batch_size": facts.global_batch_size,
+        "global_batch_size": config.batch_size,
         "epochs": len(state.epoch_seconds),
         "steps": state.step,
         "final": final,

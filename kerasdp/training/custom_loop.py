@@ -259,41 +259,44 @@ def _given(batch: Any, strategy: Strategy) -> LoopBatch:
     return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), GivenRows(data))
 
 
+# What a loop may save, by the arguments of `Runner.checkpoint`.
+_SAVED: dict[str, tuple[Any, ...]] = {
+    "models": (keras.layers.Layer,),
+    "optimizers": (keras.optimizers.Optimizer,),
+    "metrics": (keras.metrics.Metric,),
+    "variables": (keras.Variable, keras.random.SeedGenerator),
+}
+
+
 class SavedParts(keras.Model):
     """What a loop saves, as a model that holds it: see `Runner.checkpoint`."""
 
     # What the callbacks of a run ask of a model that `fit` trains.
     loss, stop_training = None, False
 
-    def __init__(self, models: Any, optimizers: Any, metrics: Any, variables: Any):
-        """Takes the parts; of the optimizers, the first is that whose learning rate the files of the run show."""
-        super().__init__(name="loop")
-        self.models, self.metrics_held, self.variables_held = _by_name(models), _by_name(metrics), _by_name(variables)
-        (_, self.optimizer), *others = _by_name(optimizers).items()
-        self.optimizers = dict(others)
+    def __init__(self, **given: Any):
+        """Takes the parts; of the optimizers, the first is that whose learning rate the files of the run show.
 
-    @classmethod
-    def checked(cls, models: Any, optimizers: Any, metrics: Any, variables: Any) -> "SavedParts":
-        """Makes one. Raises `UserError` for what cannot be saved."""
-        kinds = {
-            "models": (models, keras.layers.Layer),
-            "optimizers": (optimizers, keras.optimizers.Optimizer),
-            "metrics": (metrics, keras.metrics.Metric),
-            "variables": (variables, (keras.Variable, keras.random.SeedGenerator)),
-        }
-        for name, (given, kind) in kinds.items():
-            for part in _by_name(given).values():
+        Raises:
+            UserError: for what cannot be saved.
+        """
+        super().__init__(name="loop")
+        parts = {name: _by_name(value) for name, value in given.items()}
+        for name, kind in _SAVED.items():
+            for part in parts[name].values():
                 if not isinstance(part, kind):
-                    words = "a Keras variable or SeedGenerator" if isinstance(kind, tuple) else f"a {kind.__name__}"
-                    raise UserError(f"checkpoint, {name}: expected {words}. Received: {type(part).__name__}")
+                    words = " or ".join(each.__name__ for each in kind)
+                    raise UserError(f"checkpoint, {name}: expected a {words}. Received: {type(part).__name__}")
                 if not getattr(part, "built", True):
                     raise UserError(
                         f"checkpoint, {name}: {part.name} is not built, so that it is not known what there is to save: "
                         "call its build (of an optimizer with the weights that it updates) before"
                     )
-        if not _by_name(optimizers):
+        if not parts["optimizers"]:
             raise UserError("checkpoint, optimizers: expected at least one. Received: none")
-        return cls(models, optimizers, metrics, variables)
+        self.models, self.metrics_held, self.variables_held = parts["models"], parts["metrics"], parts["variables"]
+        (_, self.optimizer), *others = parts["optimizers"].items()
+        self.optimizers = dict(others)
 
     def require(self, step: StepModel) -> None:
         """Raises `UserError` for a variable that a step uses, but that would not be saved."""

@@ -15,9 +15,9 @@ import numpy as np
 
 from kerasdp.data.batch import Batch, Reader, SampleReader
 from kerasdp.data.sources import ArraySource
-from kerasdp.errors import NonFiniteLossError, UserError
+from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import loss_options, made_by_compile, output_symbols, symbols_of, targets_of_losses
-from kerasdp.run_state import ModelCache, RunState
+from kerasdp.run_state import ModelCache
 from kerasdp.step.global_batch import is_loss_of_keras
 
 # Bytes of targets in memory that are looked through before the first step, in a third of a second at most; of more, and
@@ -76,20 +76,6 @@ def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validatio
         check(batch.targets, batch.sample_weight, batch.own_indices, title)
 
     reader.check = check_batch
-
-
-def name_culprit(error: NonFiniteLossError, reader: Reader, state: RunState) -> NonFiniteLossError:
-    """Returns the error with the sample that is to blame instead of advice, if the batch of that step shows one."""
-    number = state.batch - 1 - (state.step - error.step)
-    batch = reader.whole(state.epoch, number) if number >= 0 else None
-    if batch is None:
-        return error
-    try:
-        for name in ("inputs", "targets", "sample_weight"):
-            _refuse_nan(name, getattr(batch, name), batch.indices)
-    except UserError as reason:
-        return NonFiniteLossError(f"{str(error).partition(';')[0]}; {reason}", error.step)
-    return error
 
 
 def _has_usual_loss(model: keras.Model) -> bool:

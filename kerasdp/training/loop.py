@@ -253,14 +253,11 @@ class ModelSteps:
             functions = self._strategy.step_functions(model, self._state)
             if self._has_weights and self._strategy.processes.rank == 0:
                 functions = _warning_of_unchanged_weights(model, functions)
-            known = made_for, self._marked(functions)
+            mark = watchdog.current.step_function
+            marked: dict[str, Any] = {name: mark(each) for name, each in vars(functions).items() if callable(each)}
+            known = made_for, dataclasses.replace(functions, **marked)
             self._functions.put(model, known)
         return known[1]
-
-    def _marked(self, functions: StepFunctions) -> StepFunctions:
-        mark = watchdog.current.step_function
-        marked: dict[str, Any] = {name: mark(each) for name, each in vars(functions).items() if callable(each)}
-        return dataclasses.replace(functions, **marked)
 
 
 # Steps in which a weight is to change, and weights of which one is looked at after the first step: the smallest.
@@ -295,27 +292,24 @@ def _warning_of_unchanged_weights(model: keras.Model, functions: StepFunctions) 
 def _looks_at_weights(model: keras.Model) -> Iterator[None]:
     """Looks at the weights before each of the first steps, and ends where one has changed, or with a warning."""
     optimizers = optimizers_of(model)
-    trained = sorted(model.trainable_weights, key=lambda weight: math.prod(weight.shape))[:_FEW_WEIGHTS]
-    before = _values_of(trained)
-    yield
-    if _have_changed(trained, before) or any(map(_has_no_rate, optimizers)):
-        return
-    scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
-    weights = [weight for weight in model.weights if weight.name != "seed_generator_state"]
-    weights += [scale for scale in scales if scale is not None]
     num_steps = max(_FEW_STEPS, *(1 + (inner_optimizer(each).gradient_accumulation_steps or 1) for each in optimizers))
-    before = _values_of(weights)
-    for _ in range(1, num_steps):
-        yield
-    if before and not _have_changed(weights, before) and not any(map(_has_no_rate, optimizers)):
+    weights = sorted(model.trainable_weights, key=lambda weight: math.prod(weight.shape))[:_FEW_WEIGHTS]
+    for count in (1, num_steps - 1):
+        before = _values_of(weights)
+        for _ in range(count):
+            yield
+        if any((new != old).any() for new, old in zip(_values_of(weights), before, strict=True)):
+            return
+        if not all(float(keras.ops.convert_to_numpy(optimizer.learning_rate)) for optimizer in optimizers):
+            return
+        scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
+        found = [each for each in (*model.weights, *scales) if each is not None]
+        weights = [weight for weight in found if weight.name != "seed_generator_state"]
+    if weights:
         reason = "does the step apply its gradients, and does the loss depend on the weights?"
         if not model.trainable_weights:
             reason = "all of them are frozen"
         report.warn(f"{model.name}: no weight has changed in the first {num_steps} steps; {reason}")
-
-
-def _has_no_rate(optimizer: keras.optimizers.Optimizer) -> bool:
-    return not float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def _values_of(variables: list[keras.Variable]) -> list[np.ndarray]:
@@ -324,7 +318,3 @@ def _values_of(variables: list[keras.Variable]) -> list[np.ndarray]:
         np.array(keras.ops.convert_to_numpy(keras.ops.cast(each, "float32") if "float16" in each.dtype else each))
         for each in variables
     ]
-
-
-def _have_changed(variables: list[keras.Variable], before: list[np.ndarray]) -> bool:
-    return any((new != old).any() for new, old in zip(_values_of(variables), before, strict=True))

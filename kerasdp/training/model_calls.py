@@ -28,34 +28,27 @@ def through_model(method: Method) -> Method:
     Such a method hands changed arguments (more callbacks, say) to `super()`, which is the runner's again: see
     `model_calls_through`. One that would only preprocess data, and has no preprocessor, is not called.
     """
-    name, method = method.__name__, _on_all_ranks(method)
+    name = method.__name__
 
     @functools.wraps(method)
+    def on_all_ranks(runner: Any, model: keras.Model, **given: Any) -> Any:
+        # Begins when all ranks have called it, with the same arguments.
+        processes = runner.strategy.processes
+        with watchdog.current.watching():
+            meet(processes, name, summarize_arguments(model, given) if processes.num_processes > 1 else {})
+            return method(runner, model, **given)
+
+    @functools.wraps(on_all_ranks)
     def call(runner: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         given = _arguments(method, runner, model, *args, **kwargs)
         kind = next(kind for kind in type(model).__mro__ if name in vars(kind))  # whose method it is
         if issubclass(keras.Model, kind) or _would_preprocess(model, kind):
-            return method(runner, model, **given)
+            return on_all_ranks(runner, model, **given)
         num_model_calls = runner.num_model_calls
         result = vars(kind)[name](model, **given)
         if runner.num_model_calls == num_model_calls:
             raise UserError(f"{type(model).__name__} has a {name} of its own, which does not call super().{name}")
         return result
-
-    return cast(Method, call)
-
-
-def _on_all_ranks(method: Method) -> Method:
-    """Makes a method of `Runner` begin when all ranks have called it, with the same arguments."""
-
-    @functools.wraps(method)
-    def call(runner: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        given = {}
-        if runner.strategy.processes.num_processes > 1:
-            given = summarize_arguments(model, _arguments(method, runner, model, *args, **kwargs))
-        with watchdog.current.watching():
-            meet(runner.strategy.processes, method.__name__, given)
-            return method(runner, model, *args, **kwargs)
 
     return cast(Method, call)
 
@@ -111,7 +104,8 @@ def _through_runner(
         return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
     runner.num_model_calls += 1
     # Not the one of `through_model`: this may be the `super()` of a model's own method.
-    return getattr(type(runner), name).__wrapped__(runner, model, *args, **kwargs)
+    own = getattr(type(runner), name).__wrapped__
+    return own(runner, model, **_arguments(own, runner, model, *args, **kwargs))
 
 
 # Rows of each array, and values of each row, that are compared.
@@ -127,20 +121,13 @@ def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[s
         model: whose weights are counted.
         arguments: by their names.
     """
-    found = {name: described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
-    return {"model": _described_model(model), **found}
-
-
-def _described_model(model: keras.Model) -> dict[str, Any]:
-    if not model.built:
-        return {"shown": f"a {type(model).__name__} that is not built"}
     weights = [weight.value for weight in model.trainable_weights[:_MOST]]
     # On jax some may be held by other processes.
-    whole = [value for value in weights if getattr(value, "is_fully_replicated", True)]
-    samples = [_sample(keras.ops.convert_to_numpy(value)) for value in whole]
+    whole = [keras.ops.convert_to_numpy(value) for value in weights if getattr(value, "is_fully_replicated", True)]
     count = sum(math.prod(weight.shape) for weight in model.weights)
     shown = f"a {type(model).__name__} of {count} numbers, {len(model.trainable_weights)} weights trained"
-    return {"shown": shown, "sample": sum(samples) / max(1, len(samples))}
+    found = {name: described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
+    return {"model": described(whole) | {"shown": shown}, **found}
 
 
 def described(value: Any) -> dict[str, Any]:

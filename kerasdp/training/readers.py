@@ -83,7 +83,8 @@ def make_reader(
         return SampleReader(source, order, split, is_kept)
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    _require_batches(x)
+    if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
+        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
     steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
     if not isinstance(x, keras.utils.PyDataset):
@@ -108,15 +109,9 @@ def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float
     return ArraySource(x, y, sample_weight)
 
 
-def _require_batches(x: Any) -> None:
-    """Raises `UserError` for what gives no batches."""
-    if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
-        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
-
-
 def first_of(reader: Reader) -> Batch:
     """Returns the first batch; data that draws by `keras.random` draws the same on every backend, here as in a feed."""
-    with _drawing():
+    with portable_draws(DATA):
         batch = reader.first()
     if keras.backend.backend() != "tensorflow":
         refuse_strings(batch.inputs, "inputs")
@@ -124,14 +119,10 @@ def first_of(reader: Reader) -> Batch:
     return batch
 
 
-def _drawing() -> contextlib.AbstractContextManager[None]:
-    return portable_draws(DATA)
-
-
 @contextlib.contextmanager
 def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
     """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
-    feed = Feed(reader, strategy.shard_batch, state, _drawing)
+    feed = Feed(reader, strategy.shard_batch, state, lambda: portable_draws(DATA))
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
 

@@ -37,7 +37,7 @@ from kerasdp.step.check import check_first_step
 from kerasdp.step.row_search import row_layout_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.custom_loop import CustomLoop, LoopBatch, SavedParts, Step
-from kerasdp.training.data_checks import about_validation, check_data, name_culprit
+from kerasdp.training.data_checks import about_validation, check_data
 from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
@@ -97,13 +97,8 @@ class Runner:
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
         hook_layers()
-        as_in_keras = (
-            metrics_of_ranks_as_they_are(),
-            kept_by_clear_session(),
-            arguments_in_configs(),
-            adapters_in_float64(),
-        )
-        with self.continued_scope(), model_calls_through(self), contextlib.ExitStack() as stack:
+        as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
+        with self.continued_scope(), model_calls_through(self), adapters_in_float64(), contextlib.ExitStack() as stack:
             for context in as_in_keras:
                 stack.enter_context(context)
             yield
@@ -173,7 +168,9 @@ class Runner:
         validation = self._validation(model, validation_data, validation_size, validation_steps, epochs)
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
-            _resume_validation(validation[0], range(initial_epoch, self.state.epoch), validation_freq)
+            if validation[0] is not None:
+                done = range(initial_epoch, self.state.epoch)
+                validation[0].resume_at(sum(is_due(epoch, validation_freq) for epoch in done))
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
         with self._training(model, run_callbacks, reader, *validation) as (loop, feed, validation_feed):
             loop.fit(feed, run_callbacks, range(initial_epoch, epochs), validation_feed, validation_freq)
@@ -221,20 +218,14 @@ class Runner:
             devices=str(self.devices),
             device_kind=self.devices.kind,
             num_devices=self.devices.count,
-            num_replicas=self.config.num_replicas(self.devices.count),
             num_processes=self.strategy.processes.num_processes,
             model=model.name,
-            global_batch_size=batch_size,
             data=reader.name,
             unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self.num_fits + 1),
         )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
-
-    def _say(self, line: str) -> None:
-        if self.is_chief and self.config.verbose != 0:
-            say(line)
 
     @through_model
     def evaluate(
@@ -364,8 +355,8 @@ class Runner:
             stack.enter_context(contextlib.closing(callbacks))
             if callbacks.checkpointer:
                 stack.enter_context(signals.awaited())
-        elif self.config.keeps_checkpoints:
-            self._say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
+        elif self.config.keeps_checkpoints and self.is_chief and self.config.verbose != 0:
+            say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
         loop.begin(self.state, callbacks, saved, self.config.max_steps)
         self.loop = loop
         stack.callback(setattr, self, "loop", None)
@@ -407,7 +398,7 @@ class Runner:
         Raises:
             UserError: for what cannot be saved. A step of the loop that uses anything else raises it later.
         """
-        self._saved_parts = SavedParts.checked(models, optimizers, metrics, variables)
+        self._saved_parts = SavedParts(models=models, optimizers=optimizers, metrics=metrics, variables=variables)
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
@@ -445,19 +436,13 @@ class Runner:
                 evaluating = open_feed(self.strategy, validation) if validation else contextlib.nullcontext()
                 with open_feed(self.strategy, reader, self.state) as feed, evaluating as validation_feed:
                     yield Loop(model, self.strategy, self.state, functions), feed, validation_feed
-            except NonFiniteLossError as found:
-                error = name_culprit(found, reader, self.state)
+            except NonFiniteLossError as error:
                 if checkpointer is None or not self.is_chief:
-                    raise error from None
+                    raise
                 checkpointer.close()
                 kept = checkpointer.last_good
                 known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"
                 raise NonFiniteLossError(f"{error}; {known}", error.step) from None
-
-
-def _resume_validation(reader: Reader | None, done: range, validation_freq: int | list[int]) -> None:
-    if reader is not None:
-        reader.resume_at(sum(is_due(epoch, validation_freq) for epoch in done))
 
 
 def _unused(model: keras.Model, reader: Reader) -> tuple[str, ...]:

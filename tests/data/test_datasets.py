@@ -1,5 +1,6 @@
 """The named data sets, from real and from made files."""
 
+import gzip
 import hashlib
 import io
 
@@ -10,11 +11,10 @@ from PIL import Image
 
 from kerasdp.config import DATASETS as NAMES
 from kerasdp.config import Config
-from kerasdp.data import datasets
 from kerasdp.data.datasets import DATASETS, load_data
 from kerasdp.data.sources import ArraySource, read_image, weights_of_classes
 from kerasdp.errors import UserError
-from tests.helpers import make_images, some_images, write_idx
+from tests.helpers import make_images, run, some_images
 
 
 def test_the_table_holds_the_names():
@@ -45,25 +45,26 @@ def test_synthetic_of_any_shape():
         load_data(Config(dataset="synthetic", data_dir="somewhere"))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("mnist", (28, 28)), ("fashion_mnist", (28, 28)), ("cifar10", (32, 32, 3))]
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_idx_files(tmp_path, name, shape, packed):
-    train, test = some_images(6, *shape), some_images(3, *shape)
-    write_idx(tmp_path, "train", *train, packed=packed)
-    write_idx(tmp_path, "t10k", *test, packed=packed)
-    data = load_data(Config(dataset=name, data_dir=str(tmp_path)))
-    assert data.input_shape == (shape if len(shape) == 3 else (28, 28, 1))
-    np.testing.assert_array_equal(data.train.inputs(np.array([4]))[0].squeeze(), train[0][4])
-    assert data.test.targets(np.arange(3))[0].tolist() == test[1].tolist()
+def write_fashion_mnist(keras_home, num_train, num_test):
+    """Random images in the four files that Keras downloads, where it keeps them."""
+    folder = keras_home / "datasets" / "fashion-mnist"
+    folder.mkdir(parents=True)
+    for split, count in (("train", num_train), ("t10k", num_test)):
+        images, labels = some_images(count, 28, 28)
+        with gzip.open(folder / f"{split}-images-idx3-ubyte.gz", "wb") as file:
+            file.write(bytes(16) + images.tobytes())
+        with gzip.open(folder / f"{split}-labels-idx1-ubyte.gz", "wb") as file:
+            file.write(bytes(8) + labels.astype("uint8").tobytes())
 
 
-def test_fashion_mnist_of_the_system(tmp_path, monkeypatch):
-    write_idx(tmp_path, "train", *some_images(6, 28, 28), packed=True)
-    write_idx(tmp_path, "t10k", *some_images(3, 28, 28), packed=True)
-    monkeypatch.setattr(datasets, "DEBIAN_FASHION_MNIST", str(tmp_path))
-    assert load_data(Config(dataset="fashion_mnist")).train.num_samples == 6
+def test_files_that_keras_keeps_need_no_network(tmp_path):
+    write_fashion_mnist(tmp_path, 6, 3)
+    code = (
+        "from kerasdp.config import Config\nfrom kerasdp.data.datasets import load_data\n"
+        "data = load_data(Config(dataset='fashion_mnist'))\n"
+        "print(data.input_shape, data.train.num_samples, data.test.num_samples)"
+    )
+    assert run("-c", code, KERAS_HOME=str(tmp_path)).stdout.strip() == "(28, 28, 1) 6 3"
 
 
 def test_what_keras_downloads(monkeypatch, tmp_path):
@@ -77,7 +78,7 @@ def test_what_keras_downloads(monkeypatch, tmp_path):
         raise Exception("URL fetch failure")  # as Keras raises it
 
     monkeypatch.setattr(keras.datasets.mnist, "load_data", fail)
-    with pytest.raises(UserError, match="mnist could not be downloaded .* or choose --dataset=digits"):
+    with pytest.raises(UserError, match="mnist could not be loaded .* or choose --dataset=digits"):
         load_data(Config(dataset="mnist"))
 
 

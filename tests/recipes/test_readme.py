@@ -21,7 +21,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 
 @pytest.mark.proof  # in short: test_recipes.py, and the flags of all commands in docs/test_docs.py
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_of_the_readme(line, idx_folder, tmp_path):
+def test_commands_of_the_readme(line, tmp_path):
     words = shlex.split(line, comments=True)
     for names in re.findall(r"--backends?=(\S+)", line):
         for name in names.split(","):
@@ -37,7 +37,7 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
     if words[1] == "recipes/train.py" and "--help" not in words:
         extra = ["--device=cpu", "--max_steps=2", f"--workdir={tmp_path}/run"]
         if "fashion" in line:
-            extra.append(f"--data_dir={idx_folder}")
+            extra.append("--dataset=synthetic")
     if words[1] == "recipes/pipeline.py":
         extra = ["--device=cpu", "--model=mlp", "--split_sizes=12", "--repetitions=2", f"--workdir={tmp_path}/run"]
     if words[1] == "recipes/parity.py":

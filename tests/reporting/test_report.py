@@ -22,10 +22,8 @@ def facts(tmp_path, **changes):
         "devices": "2 virtual CPU devices (no GPU found)",
         "device_kind": "cpu",
         "num_devices": 2,
-        "num_replicas": 2,
         "num_processes": 1,
         "model": "lenet",
-        "global_batch_size": 61,
     }
     return report.Facts(**(values | changes))
 
@@ -42,9 +40,8 @@ def test_lines(tmp_path):
     assert report.start_line(of, 0.03) == (
         "jax on 2 virtual CPU devices (no GPU found) | lenet | batch 61 (31 a replica) | learning rate 0.03 | float32"
     )
-    # The stages of a pipeline share the batch, but cut it by themselves.
     assert "| learning rate 0 now, by CosineDecay |" in report.start_line(of, 0.0, "CosineDecay")
-    assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_replicas=1), 0.03)
+    assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_devices=1), 0.03)
     assert report.end_line(of, result(of)) == (
         "validation accuracy 0.6250, 2.00 s/epoch, 200 samples/s on 2 virtual CPU devices (no GPU found); "
         "files in X/fit-2"

@@ -47,13 +47,14 @@ OF_KERAS = (
 )  # fmt: skip
 # Strings are for tensorflow alone.
 STRINGS = {"labels as text": "targets: " + TEXT.format("<U1"), "text in inputs": "inputs: " + TEXT.format("|S8")}
-LOSS = "the loss became {} at step {} (epoch 1) with learning rate 0.1; "
+LOSS = "the loss became {} at step {} (epoch 1) with learning rate 0.1; try a lower learning_rate, or look for NaN "
+LOSS += "in the data"
 # What is said when there is more to know, which is after some steps, or besides training.
 LATER = {
-    "NaN in inputs": f"NonFiniteLossError: {LOSS.format('nan', 1)}inputs: {NAN.format('nan', 5)}",
-    "NaN in later inputs": f"NonFiniteLossError: {LOSS.format('nan', 3)}inputs: {NAN.format('nan', 21)}",
-    "infinite inputs": f"NonFiniteLossError: {LOSS.format('nan', 2)}inputs: {NAN.format('inf', 12)}",
-    "a learning rate too high": f"NonFiniteLossError: {LOSS.format('inf', 1)}try a lower learning_rate",
+    "NaN in inputs": f"NonFiniteLossError: {LOSS.format('nan', 1)}",
+    "NaN in later inputs": f"NonFiniteLossError: {LOSS.format('nan', 3)}",
+    "infinite inputs": f"NonFiniteLossError: {LOSS.format('nan', 2)}",
+    "a learning rate too high": f"NonFiniteLossError: {LOSS.format('inf', 1)}",
     "a later batch": f"UserError: batch 3: {OUTPUTS}9 (sample 17); give the last layer 10 outputs or more, or correct "
     "the labels",
 }
