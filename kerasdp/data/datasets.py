@@ -16,6 +16,8 @@ from kerasdp.data.sampling import epoch_order
 from kerasdp.data.sources import ArraySource, RecordSource, Source, list_images, read_image
 from kerasdp.errors import UserError
 
+# Where Debian and Ubuntu put the package dataset-fashion-mnist: the files that Keras downloads.
+DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
 Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -157,7 +159,10 @@ def _labelled_image(record: tuple[str, Any], size: tuple[int, int], channels: in
 def published(name: str) -> Dataset:
     """Loads a data set of `keras.datasets`."""
     try:
-        with one_download_at_a_time("datasets"):
+        with one_download_at_a_time("datasets") as folder:
+            kept = os.path.join(folder, "fashion-mnist")
+            if name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST) and not os.path.lexists(kept):
+                os.symlink(DEBIAN_FASHION_MNIST, kept)
             (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
     except Exception as error:  # Keras raises bare Exception for a failed download
         raise UserError(
@@ -170,8 +175,8 @@ def published(name: str) -> Dataset:
 
 
 @contextlib.contextmanager
-def one_download_at_a_time(kind: str) -> Iterator[None]:
-    """Lets one process at a time download: Keras would let them all write one file at the same time.
+def one_download_at_a_time(kind: str) -> Iterator[str]:
+    """Lets one process at a time download: Keras would let them all write one file at the same time. Gives the folder.
 
     Args:
         kind: Keras' folder for it, `"datasets"` or `"models"`.
@@ -180,7 +185,7 @@ def one_download_at_a_time(kind: str) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, ".kerasdp.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield folder
 
 
 DATASETS: dict[str, Callable[..., Any]] = {

@@ -45,9 +45,8 @@ def test_synthetic_of_any_shape():
         load_data(Config(dataset="synthetic", data_dir="somewhere"))
 
 
-def write_fashion_mnist(keras_home, num_train, num_test):
-    """Random images in the four files that Keras downloads, where it keeps them."""
-    folder = keras_home / "datasets" / "fashion-mnist"
+def write_fashion_mnist(folder, num_train, num_test):
+    """Random images in the four files that Keras downloads."""
     folder.mkdir(parents=True)
     for split, count in (("train", num_train), ("t10k", num_test)):
         images, labels = some_images(count, 28, 28)
@@ -57,11 +56,14 @@ def write_fashion_mnist(keras_home, num_train, num_test):
             file.write(bytes(8) + labels.astype("uint8").tobytes())
 
 
-def test_files_that_keras_keeps_need_no_network(tmp_path):
-    write_fashion_mnist(tmp_path, 6, 3)
+@pytest.mark.parametrize("place", ["datasets/fashion-mnist", "package"])
+def test_files_that_are_there_need_no_network(tmp_path, place):
+    """Where Keras keeps its own, or of a package of the system."""
+    write_fashion_mnist(tmp_path / place, 6, 3)
     code = (
-        "from kerasdp.config import Config\nfrom kerasdp.data.datasets import load_data\n"
-        "data = load_data(Config(dataset='fashion_mnist'))\n"
+        "from kerasdp.config import Config\nfrom kerasdp.data import datasets\n"
+        f"datasets.DEBIAN_FASHION_MNIST = {str(tmp_path / 'package')!r}\n"
+        "data = datasets.load_data(Config(dataset='fashion_mnist'))\n"
         "print(data.input_shape, data.train.num_samples, data.test.num_samples)"
     )
     assert run("-c", code, KERAS_HOME=str(tmp_path)).stdout.strip() == "(28, 28, 1) 6 3"
