@@ -62,18 +62,6 @@ def place() -> Place | None:
     return _place
 
 
-def note_signal() -> None:
-    """Marks that this worker has noted a signal, and so ends."""
-    if _place is not None:
-        with contextlib.suppress(OSError), open(_mark(_place), "w"):
-            pass
-
-
-def has_noted_signal(place: Place) -> bool:
-    """Returns whether a worker has noted a signal."""
-    return os.path.exists(_mark(place))
-
-
 def write_result(result: Any) -> None:
     """Ends a worker with what its function returned."""
     _write(Outcome(time.monotonic(), result=pickle.dumps(result)))
@@ -119,7 +107,3 @@ def _write(outcome: Outcome) -> None:
 
 def _path(place: Place) -> str:
     return os.path.join(place.folder, f"outcome-{place.number}")
-
-
-def _mark(place: Place) -> str:
-    return os.path.join(place.folder, f"signal-{place.number}")

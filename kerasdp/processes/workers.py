@@ -29,8 +29,6 @@ _SECONDS_TO_END = 5.0
 # A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
 # that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
-# Workers that have not noted a signal by then are killed. Kubernetes waits for 30 s.
-_SECONDS_TO_STOP = 20.0
 # For each to write where it stands.
 _SECONDS_TO_WRITE = 1.0
 # What a process reads of its environment when it imports a framework: a server that has imported it is of no use to
@@ -136,7 +134,7 @@ class Workers:
             RunError: if one fails, or nothing moves in one.
             SystemExit: if they end because of a signal, or call `sys.exit`.
         """
-        failed_since = signalled_since = 0.0
+        failed_since = 0.0
         while True:
             living = self.living()
             multiprocessing.connection.wait([each.sentinel for each in living], _SECONDS_BETWEEN_LOOKS)
@@ -149,13 +147,6 @@ class Workers:
                 return
             elif error := self._hanging():
                 raise error
-            elif (number := signals.noted()) is not None:
-                signalled_since = signalled_since or time.monotonic()
-                is_ignored = not all(map(outcome.has_noted_signal, self._places))
-                if is_ignored and time.monotonic() - signalled_since > _SECONDS_TO_STOP:
-                    where = watchdog.describe_stacks(self._stacks())
-                    print(f"{number.name} was ignored: {where}; killed", file=sys.stderr, flush=True)
-                    raise SystemExit(128 + number)
 
     def _hanging(self) -> WorkerError | None:
         """Returns the error of a run in which nothing moves, and prints where each worker stands."""

@@ -97,7 +97,7 @@ def test_what_one_rank_may_do_alone(mode):
 
 @pytest.mark.proof
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
-@pytest.mark.parametrize(("number", "seconds_to_end"), [(signal.SIGTERM, 25), (signal.SIGKILL, 3), (signal.SIGINT, 10)])
+@pytest.mark.parametrize(("number", "seconds_to_end"), [(signal.SIGKILL, 3), (signal.SIGINT, 10)])
 def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end):
     fields = json.dumps({"backend": "torch", "num_devices": 2})
     process = start(PROGRAMS / "alone.py", "ignores_signals", fields, backend="torch")
@@ -110,9 +110,6 @@ def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end)
         seconds, said = time.monotonic() - begin, process.stderr.read()
         print(f"{number.name}: {seconds:.1f} s, exit code {process.returncode}: {said}")
         assert left == [] and seconds < seconds_to_end
-        if number == signal.SIGTERM:
-            assert process.returncode == 128 + signal.SIGTERM
-            assert re.search(r"SIGTERM was ignored: rank 0 hangs at .*, in <lambda>, rank 1 .*; killed", said)
 
 
 @pytest.mark.parametrize("name", [BACKENDS[0], pytest.param(BACKENDS[-1], marks=pytest.mark.proof)])
