@@ -26,7 +26,6 @@ from kerasdp.config.choices import (
     choices_of,
     documented,
     is_count,
-    is_user_function,
     one_of,
     parse,
 )
@@ -319,7 +318,7 @@ def _check_names(config: Config) -> None:
     parse(config.optimizer, "optimizer")
     for flag, known in (("model", MODELS), ("dataset", DATASETS)):
         name, _ = parse(getattr(config, flag), flag)
-        if name not in known and not is_user_function(name):
+        if name not in known and ":" not in name:
             raise UserError(f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
 
 

@@ -56,7 +56,7 @@ def load_data(config: Config) -> Dataset:
 
 def _load(config: Config) -> Dataset:
     name, arguments = choices.parse(config.dataset, "dataset")
-    if choices.is_user_function(name):
+    if ":" in name:  # of the user
         _refuse_data_dir(name, config.data_dir)
         function = choices.load_user_function(name, "dataset")
         return from_arrays(function(**arguments), config.dataset)

@@ -21,7 +21,7 @@ from kerasdp.config import Config
 from kerasdp.errors import RunError, WorkerError
 from kerasdp.processes import hardware, outcome, signals, watchdog
 from kerasdp.processes.outcome import Outcome, Place
-from kerasdp.processes.sending import SentResult, not_run_again, sent
+from kerasdp.processes.sending import not_run_again, sent
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 # When a worker has failed, the others get so long to end by themselves.
@@ -199,15 +199,6 @@ class Workers:
         return WorkerError(f"{name} {outcome.how_it_ended(self.processes[number].exitcode or 0)}")
 
 
-def _write_result(result: Any) -> None:
-    try:
-        outcome.write_result(result)
-    except OSError as error:
-        if not isinstance(result, SentResult):
-            raise
-        raise result.saved(error, f"for which there is no room in {tempfile.gettempdir()}") from error
-
-
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
     """Runs in a worker, which leaves its files at a place."""
     os.environ.clear()
@@ -224,7 +215,7 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
     # that are started here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        _write_result(function(*args))
+        outcome.write_result(function(*args))
         return
     except SystemExit as end:
         if signals.noted() is not None:
