@@ -36,8 +36,8 @@ BATCH_NORMS = ("sync", "replica")
 PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
-# The package of each, which comes with an extra of the tracker's name.
-TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+# The package of each comes with an extra of the tracker's name.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Seconds.
 HANG_TIMEOUT = 300.0
 CHECKPOINTS = "checkpoints"  # folder in the workdir
