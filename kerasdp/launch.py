@@ -314,7 +314,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         one_prints = _only_prints_of(processes.rank == 0)
         with ending_alike(processes), _training, runner.training_function(), one_prints:
             result = train(runner)
-        if outcome.place() is None:
+        if outcome.current is None:
             return result
         return SentResult(result, settings.workdir) if runner.is_chief else None
 

@@ -188,8 +188,6 @@ class Config:
                 f"for {num_replicas} devices. Received: {self.batch_size}"
             )
         rows = self.replica_batch_size(num_replicas)
-        if self.accumulate > rows:
-            raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {self.accumulate}")
         count = -(-rows // -(-rows // self.accumulate))
         if count != self.accumulate:
             raise UserError(

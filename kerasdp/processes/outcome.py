@@ -48,18 +48,8 @@ class Outcome(NamedTuple):
         return self.error or WorkerError(f"{words} failed\n{self.frames}".rstrip())
 
 
-_place: Place | None = None
-
-
-def begin(place: Place) -> None:
-    """Makes this process a worker, which leaves an outcome."""
-    global _place
-    _place = place
-
-
-def place() -> Place | None:
-    """Returns where this process leaves its files; None if nobody has started it as a worker."""
-    return _place
+# Where this process leaves its files; None if nobody has started it as a worker.
+current: Place | None = None
 
 
 def write_result(result: Any) -> None:
@@ -93,8 +83,8 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def _write(outcome: Outcome) -> None:
-    assert _place is not None  # noqa: S101
-    path = _path(_place)
+    assert current is not None  # noqa: S101
+    path = _path(current)
     try:
         with open(f"{path}.new", "wb") as file:
             pickle.dump(tuple(outcome), file)

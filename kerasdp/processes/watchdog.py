@@ -95,7 +95,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
         else:  # not before the timeout, though the last moves set no timer; who has no parent that reads it ends
             file: Any = _file or sys.__stderr__
-            faulthandler.dump_traceback_later(limit + most, file=file, exit=outcome.place() is None)
+            faulthandler.dump_traceback_later(limit + most, file=file, exit=outcome.current is None)
 
     def _say_that_it_compiles(self) -> None:
         print(f"{self._compiler} compiles: {_SECONDS_TO_SAY_SO:.0f} s so far", file=sys.stderr, flush=True)

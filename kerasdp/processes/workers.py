@@ -209,7 +209,7 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
     # spawns its own ones, to which classes of a script or a notebook cannot be sent.
     usual, *_ = multiprocessing.get_all_start_methods()
     multiprocessing.set_start_method(usual, force=True)
-    outcome.begin(place)
+    outcome.current = place
     watchdog.begin(place)
     # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Not SIG_IGN, which programs
     # that are started here would inherit.

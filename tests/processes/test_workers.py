@@ -125,7 +125,7 @@ def test_a_worker_that_finishes_its_step_is_waited_for(tmp_path):
 
 def of_rank(ways, *_):
     """Ends in a way of its own."""
-    way = ways[outcome.place().number]
+    way = ways[outcome.current.number]
     if way == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "finds it gone":
@@ -136,7 +136,7 @@ def of_rank(ways, *_):
     if way == "raises":
         raise ValueError("bad luck")
     if way == "aborts later":
-        while outcome.read(outcome.place()._replace(number=0)) is None:  # the first one has not raised yet
+        while outcome.read(outcome.current._replace(number=0)) is None:  # the first one has not raised yet
             time.sleep(0.05)
         time.sleep(0.8)  # who dies within half a second counts as the first
         os.abort()

@@ -113,7 +113,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _folder_of_run() -> str:
     """Returns a folder that ends with the run, and that nobody else can enter."""
-    worker = outcome.place()
+    worker = outcome.current
     return _temporary_folder().name if worker is None else worker.folder
 
 
@@ -151,7 +151,7 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     key = None
     if not is_joined:
         listen_on_loopback()
-        worker = outcome.place()
+        worker = outcome.current
         assert worker is not None  # noqa: S101
         # The ranks of one machine find their addresses in a file, in a folder of this user's alone.
         store: Any = dist.FileStore(os.path.join(worker.folder, "store"), devices.count)  # type: ignore[attr-defined]
