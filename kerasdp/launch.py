@@ -25,7 +25,7 @@ from kerasdp.errors import (
     way_to_resume,
 )
 from kerasdp.processes import hardware, outcome, signals, watchdog
-from kerasdp.processes.devices import AlreadyStartedError, Devices, check_installed, choose_backend, set_backend
+from kerasdp.processes.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.processes.error_text import explained
 from kerasdp.processes.ranks import Cluster, ending_alike, find_ranks
 from kerasdp.processes.sending import SentFunction, SentResult, name_of, tf_data_of
@@ -115,7 +115,6 @@ def _resolve(settings: Config) -> tuple[Cluster | None, Config]:
     Raises `UserError` as `launch`.
     """
     settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
-    check_installed(settings)
     cluster = _find_cluster(settings)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and settings.keeps_checkpoints:
         settings = dataclasses.replace(settings, resume=True)
@@ -315,7 +314,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         one_prints = _only_prints_of(processes.rank == 0)
         with ending_alike(processes), _training, runner.training_function(), one_prints:
             result = train(runner)
-        if outcome.place() is None:
+        if outcome.current is None:
             return result
         return SentResult(result, settings.workdir) if runner.is_chief else None
 

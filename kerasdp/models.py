@@ -33,7 +33,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
         UserError: if the user's function cannot be called so, or returns no Keras model.
     """
     name, arguments = choices.parse(config.model, "model")
-    is_own = choices.is_user_function(name)
+    is_own = ":" in name
     builder = choices.load_user_function(name, "model") if is_own else globals()[name]
     if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
         arguments["kernel_initializer"] = _initializer(text)

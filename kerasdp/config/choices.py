@@ -166,11 +166,6 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
     )
 
 
-def is_user_function(name: str) -> bool:
-    """Returns whether `name` is a user-defined function (`package.module:function`, `path/file.py:function`)."""
-    return ":" in name
-
-
 def load_user_function(name: str, flag: str) -> Callable[..., Any]:
     """Imports a user-defined function.
 

@@ -26,7 +26,6 @@ from kerasdp.config.choices import (
     choices_of,
     documented,
     is_count,
-    is_user_function,
     one_of,
     parse,
 )
@@ -37,8 +36,8 @@ BATCH_NORMS = ("sync", "replica")
 PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
-# The package of each, which comes with an extra of the tracker's name.
-TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+# The package of each comes with an extra of the tracker's name.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Seconds.
 HANG_TIMEOUT = 300.0
 CHECKPOINTS = "checkpoints"  # folder in the workdir
@@ -188,8 +187,6 @@ class Config:
                 f"for {num_replicas} devices. Received: {self.batch_size}"
             )
         rows = self.replica_batch_size(num_replicas)
-        if self.accumulate > rows:
-            raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {self.accumulate}")
         count = -(-rows // -(-rows // self.accumulate))
         if count != self.accumulate:
             raise UserError(
@@ -318,7 +315,7 @@ def _check_names(config: Config) -> None:
     parse(config.optimizer, "optimizer")
     for flag, known in (("model", MODELS), ("dataset", DATASETS)):
         name, _ = parse(getattr(config, flag), flag)
-        if name not in known and not is_user_function(name):
+        if name not in known and ":" not in name:
             raise UserError(f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
 
 

@@ -53,7 +53,7 @@ def _load(config: Config) -> Dataset:
     name, arguments = choices.parse(config.dataset, "dataset")
     if name != "images" and config.data_dir is not None:
         raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {config.data_dir!r}; leave it out")
-    if choices.is_user_function(name):
+    if ":" in name:  # of the user
         function = choices.load_user_function(name, "dataset")
         return from_arrays(function(**arguments), config.dataset)
     try:

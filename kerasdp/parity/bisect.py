@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class Steps:
     steps: list[Step]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """Where two backends first differ by more than round-off.
 
@@ -149,11 +150,7 @@ def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> It
     """Yields the first difference; what comes after it is not to be asked for."""
     from kerasdp.keras_compat.operations import aligned
 
-    def found(what: str, name: str, step: int | None, one: Any, other: Any, apart: float, **more: Any) -> Finding:
-        return Finding(
-            backends=backends, what=what, name=name, step=step, expected=one, received=other, difference=apart, **more
-        )
-
+    found = functools.partial(Finding, backends)
     for name, value in expected.initial.items():
         other = received.initial.get(name, np.empty(0))
         if apart := difference(value, other):

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 
-from kerasdp.config import BACKENDS, TRACKERS, Config
+from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import UserError
 from kerasdp.processes import hardware
 from kerasdp.processes.ranks import Cluster
@@ -57,13 +57,6 @@ class AlreadyStartedError(Exception):
 def is_installed(package: str) -> bool:
     """Returns whether a package, as the framework of a backend, can be imported; nothing is imported to find out."""
     return importlib.util.find_spec(package) is not None
-
-
-def check_installed(config: Config) -> None:
-    """Raises `UserError` if the package of one of the trackers is not installed."""
-    for name in config.trackers:
-        if not is_installed(TRACKERS[name]):
-            raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
 
 
 def choose_backend(name: str | None) -> str:

@@ -18,11 +18,6 @@ def is_of_user(path: str) -> bool:
     return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
 
 
-def is_standard(path: str) -> bool:
-    """Returns whether a file is of the standard library, in whose folder the packages may be."""
-    return path.startswith((_STANDARD, "<frozen")) and not path.startswith(_PACKAGES)
-
-
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text; its class, where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

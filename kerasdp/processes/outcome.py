@@ -48,30 +48,8 @@ class Outcome(NamedTuple):
         return self.error or WorkerError(f"{words} failed\n{self.frames}".rstrip())
 
 
-_place: Place | None = None
-
-
-def begin(place: Place) -> None:
-    """Makes this process a worker, which leaves an outcome."""
-    global _place
-    _place = place
-
-
-def place() -> Place | None:
-    """Returns where this process leaves its files; None if nobody has started it as a worker."""
-    return _place
-
-
-def note_signal() -> None:
-    """Marks that this worker has noted a signal, and so ends."""
-    if _place is not None:
-        with contextlib.suppress(OSError), open(_mark(_place), "w"):
-            pass
-
-
-def has_noted_signal(place: Place) -> bool:
-    """Returns whether a worker has noted a signal."""
-    return os.path.exists(_mark(place))
+# Where this process leaves its files; None if nobody has started it as a worker.
+current: Place | None = None
 
 
 def write_result(result: Any) -> None:
@@ -105,8 +83,8 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def _write(outcome: Outcome) -> None:
-    assert _place is not None  # noqa: S101
-    path = _path(_place)
+    assert current is not None  # noqa: S101
+    path = _path(current)
     try:
         with open(f"{path}.new", "wb") as file:
             pickle.dump(tuple(outcome), file)
@@ -119,7 +97,3 @@ def _write(outcome: Outcome) -> None:
 
 def _path(place: Place) -> str:
     return os.path.join(place.folder, f"outcome-{place.number}")
-
-
-def _mark(place: Place) -> str:
-    return os.path.join(place.folder, f"signal-{place.number}")

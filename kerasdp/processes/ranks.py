@@ -58,12 +58,12 @@ def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster |
     """
     if has_ranks := "RANK" in environment and "WORLD_SIZE" in environment:
         source = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK and WORLD_SIZE"
-        number, rank, local = (number_in(environment, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+        number, rank, local = (int(environment.get(name, 0)) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
         found = Cluster(source=source, num_processes=number, process=rank, local_process=local)
     else:
         of_tasks = ((source, names) for source, names in _OF_TASKS.items() if names[0] in environment)
         source, (_, name) = next(of_tasks, ("", ("", "")))
-        found = Cluster(source=source, num_processes=number_in(environment, name, 1), process=0)
+        found = Cluster(source=source, num_processes=int(environment.get(name, 1)), process=0)
     if found.num_processes == 1:
         return None
     if backend != "torch" or not has_ranks:
@@ -72,14 +72,6 @@ def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster |
             f"{_PLACES[backend]}"
         )
     return found
-
-
-def number_in(environment: Environment, name: str, default: int = 0) -> int:
-    """Returns a number of the environment. Raises `UserError` if it is none."""
-    text = environment.get(name, str(default))
-    if not text.isdecimal():
-        raise UserError(f"{name}: expected a whole number in the environment. Received: {text!r}")
-    return int(text)
 
 
 class Scatter(Protocol):

@@ -334,11 +334,8 @@ class SentResult:
             with _without_tensorflow_for(self._pickled):
                 return pickle.loads(self._pickled)
         except Exception as error:
-            raise self.saved(error, "which cannot be made in this process") from error
-
-    def saved(self, error: Exception, words: str) -> UserError:
-        """Saves the models in it, and returns an error that says so; `words`: what went wrong."""
-        return _unsent(_WithoutModels(io.BytesIO(self._pickled)).load(), error, words, self._folder)
+            without_models = _WithoutModels(io.BytesIO(self._pickled)).load()
+            raise _unsent(without_models, error, "which cannot be made in this process", self._folder) from error
 
 
 class _WithoutModels(pickle.Unpickler):

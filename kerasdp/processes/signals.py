@@ -5,6 +5,7 @@ run keeps checkpoints, the first one is noted, and the run ends after its step, 
 at once. Without checkpoints the first one does.
 """
 
+import _thread
 import contextlib
 import os
 import select
@@ -16,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from kerasdp.errors import RunError
-from kerasdp.processes import outcome
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = signal.SIGINT
@@ -26,16 +26,15 @@ SECONDS_OF_ONE, _SECONDS_OF_ONE_INTERRUPT = 2.0, 0.3
 # After a second signal the process has so long to end by itself.
 _SECONDS_TO_LEAVE = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.5
-# A signal whose exception was lost is sent again so long after: into the pipe of signals goes its number with this bit.
-_SECONDS_TO_RAISE_AGAIN, _AGAIN = 0.05, 0x80
+# A signal whose exception was lost is sent again so long after.
+_SECONDS_TO_RAISE_AGAIN = 0.05
 _noted: list[int] = []
 # Those for which a handler has raised what ends the run.
 _raised: list[int] = []
 # When the handler of each was called last, in seconds of `time.monotonic`.
 _handled: dict[int, float] = {}
-# What the program is in: `noticed`, `awaited`, `passed_on`, or none of them. And where the interpreter writes the
-# number of each signal at once, wherever the main thread is.
-_context, _pipe = "", -1
+# What the program is in: `noticed`, `awaited`, `passed_on`, or none of them.
+_context = ""
 
 
 @contextlib.contextmanager
@@ -94,7 +93,6 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
             return
         workers, is_second = list(processes()), bool(_noted)
         _noted.append(number)
-        outcome.note_signal()
         if is_second or not workers:
             raise _ending(number)
         for worker in workers:
@@ -161,7 +159,6 @@ def _note(number: int, _: Any) -> None:
     is_again = number in _noted and number != INTERRUPT  # the thread finds out whether that is a copy
     is_awaited = _context == "awaited" and not (number == INTERRUPT and _noted)
     _noted.append(number)
-    outcome.note_signal()
     if not (is_again or is_awaited):
         _raised.append(number)
         raise _ending(number)
@@ -193,10 +190,10 @@ def _raised_again() -> Iterator[None]:
     """
     kept = sys.unraisablehook
 
-    def hook(lost: Any) -> None:  # takes no lock, which the main thread may hold
+    def hook(lost: Any) -> None:  # takes no lock, which the main thread may hold, as `threading` does
         if _noted and lost.exc_type in (KeyboardInterrupt, SystemExit):
             _handled.clear()
-            os.write(_pipe, bytes([_noted.pop() | _AGAIN]))
+            _thread.start_new_thread(_send_again, (_noted.pop(),))
         else:
             kept(lost)
 
@@ -207,19 +204,23 @@ def _raised_again() -> Iterator[None]:
         sys.unraisablehook = kept
 
 
+def _send_again(number: int) -> None:
+    time.sleep(_SECONDS_TO_RAISE_AGAIN)
+    if _context:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
 @contextlib.contextmanager
 def _arrivals(numbers: Collection[int]) -> Iterator[None]:
     """Ends this process soon after a second signal, also where no handler is called: in native code."""
-    global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    other, _pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
+    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader, numbers), daemon=True, name="signals").start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(other, warn_on_full_buffer=False)
-        _pipe = -1
         os.close(writer)  # with which the thread ends
 
 
@@ -234,11 +235,7 @@ def _watch(reader: int, numbers: Collection[int]) -> None:
             byte, now = arrivals.read(1), time.monotonic()
             if not byte:
                 return
-            if (number := byte[0]) & _AGAIN:
-                time.sleep(_SECONDS_TO_RAISE_AGAIN)
-                if _context:
-                    signal.pthread_kill(threading.main_thread().ident or 0, number - _AGAIN)
-                continue
+            number = byte[0]
             if now - looked > 2 * _SECONDS_BETWEEN_LOOKS:
                 now = looked  # native code has kept the interpreter, and it came at any time since
             is_second = bool(arrived) and now - arrived.get(number, 0.0) > _seconds_of_one(number)
@@ -262,12 +259,12 @@ def _leave(number: int, arrived: float) -> None:
 
 def _forget() -> None:
     """Keeps the signals of a forked process from its parent's pipe, and its parent's signals from it."""
-    global _context, _pipe
+    global _context
     _noted.clear()
     _raised.clear()
-    if _pipe != -1:
+    if _context:
         signal.set_wakeup_fd(-1)
-    _context, _pipe = "", -1
+    _context = ""
 
 
 os.register_at_fork(after_in_child=_forget)

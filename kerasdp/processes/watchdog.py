@@ -95,7 +95,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
         else:  # not before the timeout, though the last moves set no timer; who has no parent that reads it ends
             file: Any = _file or sys.__stderr__
-            faulthandler.dump_traceback_later(limit + most, file=file, exit=outcome.place() is None)
+            faulthandler.dump_traceback_later(limit + most, file=file, exit=outcome.current is None)
 
     def _say_that_it_compiles(self) -> None:
         print(f"{self._compiler} compiles: {_SECONDS_TO_SAY_SO:.0f} s so far", file=sys.stderr, flush=True)
@@ -139,38 +139,17 @@ def seconds_without_a_move(place: Place) -> int:
 
 
 def describe_stacks(stacks: Mapping[str, str]) -> str:
-    """Returns in a line where processes stand: first those that are busy in a user's code, for which others wait.
+    """Returns in a line where processes stand: the innermost line of a user's code in the main thread of each.
 
-    `stacks`: what `read_stack` gives, by the names of the processes.
+    `stacks`: what `read_stack` gives, the main thread last, by the names of the processes.
     """
-    hanging, waiting = [], []
+    words = []
     for name, text in stacks.items():
-        place, is_busy = _place_of(text)
-        if not place:
-            hanging.append(f"{name} does not answer: its process is stopped")
-        elif is_busy:
-            hanging.append(f"{name} hangs at {place}")
-        else:
-            waiting.append(f"{name} waits at {place}")
-    return ", ".join(hanging + waiting)
-
-
-def _place_of(stack: str) -> tuple[str, bool]:
-    """Returns the innermost line of a user's code in the main thread, and whether it is there, not in what that calls.
-
-    `stack`: of all threads, the main one last.
-    """
-    frames = _FRAME.findall(stack.strip().split("\n\n")[-1])
-    own = [frame for frame in frames if not error_text.is_standard(frame[0])]
-    if own and error_text.is_of_user(own[0][0]):
-        return _shown(own[0]), True
-    of_user = (frame for frame in frames if error_text.is_of_user(frame[0]))
-    return _shown(next(of_user, frames[0])) if frames else "", False
-
-
-def _shown(frame: tuple[str, str, str]) -> str:
-    path, line, function = frame
-    return f"{path}:{line}, in {function}"
+        frames = _FRAME.findall(text.strip().split("\n\n")[-1])
+        of_user = (frame for frame in frames if error_text.is_of_user(frame[0]))
+        path, line, function = next(of_user, (frames or [("", "", "")])[0])
+        words.append(f"{name} is at {path}:{line}, in {function}" if path else f"{name} does not answer")
+    return ", ".join(words)
 
 
 def _path(place: Place) -> str:

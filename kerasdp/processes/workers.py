@@ -21,7 +21,7 @@ from kerasdp.config import Config
 from kerasdp.errors import RunError, WorkerError
 from kerasdp.processes import hardware, outcome, signals, watchdog
 from kerasdp.processes.outcome import Outcome, Place
-from kerasdp.processes.sending import SentResult, not_run_again, sent
+from kerasdp.processes.sending import not_run_again, sent
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 # When a worker has failed, the others get so long to end by themselves.
@@ -29,8 +29,6 @@ _SECONDS_TO_END = 5.0
 # A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
 # that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
-# Workers that have not noted a signal by then are killed. Kubernetes waits for 30 s.
-_SECONDS_TO_STOP = 20.0
 # For each to write where it stands.
 _SECONDS_TO_WRITE = 1.0
 # What a process reads of its environment when it imports a framework: a server that has imported it is of no use to
@@ -136,7 +134,7 @@ class Workers:
             RunError: if one fails, or nothing moves in one.
             SystemExit: if they end because of a signal, or call `sys.exit`.
         """
-        failed_since = signalled_since = 0.0
+        failed_since = 0.0
         while True:
             living = self.living()
             multiprocessing.connection.wait([each.sentinel for each in living], _SECONDS_BETWEEN_LOOKS)
@@ -149,13 +147,6 @@ class Workers:
                 return
             elif error := self._hanging():
                 raise error
-            elif (number := signals.noted()) is not None:
-                signalled_since = signalled_since or time.monotonic()
-                is_ignored = not all(map(outcome.has_noted_signal, self._places))
-                if is_ignored and time.monotonic() - signalled_since > _SECONDS_TO_STOP:
-                    where = watchdog.describe_stacks(self._stacks())
-                    print(f"{number.name} was ignored: {where}; killed", file=sys.stderr, flush=True)
-                    raise SystemExit(128 + number)
 
     def _hanging(self) -> WorkerError | None:
         """Returns the error of a run in which nothing moves, and prints where each worker stands."""
@@ -208,15 +199,6 @@ class Workers:
         return WorkerError(f"{name} {outcome.how_it_ended(self.processes[number].exitcode or 0)}")
 
 
-def _write_result(result: Any) -> None:
-    try:
-        outcome.write_result(result)
-    except OSError as error:
-        if not isinstance(result, SentResult):
-            raise
-        raise result.saved(error, f"for which there is no room in {tempfile.gettempdir()}") from error
-
-
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
     """Runs in a worker, which leaves its files at a place."""
     os.environ.clear()
@@ -227,13 +209,13 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
     # spawns its own ones, to which classes of a script or a notebook cannot be sent.
     usual, *_ = multiprocessing.get_all_start_methods()
     multiprocessing.set_start_method(usual, force=True)
-    outcome.begin(place)
+    outcome.current = place
     watchdog.begin(place)
     # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Not SIG_IGN, which programs
     # that are started here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        _write_result(function(*args))
+        outcome.write_result(function(*args))
         return
     except SystemExit as end:
         if signals.noted() is not None:

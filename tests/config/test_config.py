@@ -38,7 +38,8 @@ PIPELINE = {"strategy": "pipeline"}
         ({"accumulate": 2.0}, "--accumulate: expected a whole number of at least 1. Received: 2.0"),
         (
             {"accumulate": 9, "batch_size": 15, "num_devices": 2},
-            "--accumulate: expected at most 8, a device's samples. Received: 9",
+            "--accumulate: 8 samples, those of a device, cannot be cut into 9 parts of one size, but for the last; "
+            "use 8",
         ),
         (
             {"accumulate": 32, "batch_size": 61, "num_devices": 1},

@@ -70,4 +70,4 @@ def test_a_missing_backend_is_skipped_by_name(tmp_path):
 def test_wrong_options(option, tmp_path):
     (tmp_path / "test_mine.py").write_text(TESTS % "none")
     done = run("-m", "pytest", "test_mine.py", option, cwd=tmp_path)
-    assert f"argument {option.partition('=')[0]}: expected" in done.stdout + done.stderr
+    assert f"argument {option.partition('=')[0]}: " in done.stdout + done.stderr

@@ -91,7 +91,11 @@ def test_choice_of_devices(choices, there, expected):
         ({"num_devices": 4}, 2, "--gpus: there are 2. Received: 4"),
         ({"num_devices": 1, "device": "gpu"}, 0, "sees no GPU"),
         ({"batch_size": 4}, 8, "expected at least 8 for 8 devices. Received: 4"),
-        ({"accumulate": 9, "batch_size": 16}, 2, "--accumulate: expected at most 8, a device's samples. Received: 9"),
+        (
+            {"accumulate": 9, "batch_size": 16},
+            2,
+            "8 samples, those of a device, cannot be cut into 9",
+        ),
         ({"shard": "weights"}, 0, "one device holds all of the model"),
     ],
 )

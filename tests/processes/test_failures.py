@@ -50,7 +50,7 @@ ALONE = {
     "evaluates_in_callback": (2, ELSEWHERE),
     "returns_early": (2, OTHER + r"rank 0 calls fit .*, rank 1 has left the training function"),
     "swallows": (2, ELSEWHERE),
-    "swallows_and_sleeps": (1, r"rank 1 hangs at .*alone.py:\d+, in swallows_and_sleeps, rank 0 waits at .*, in fit: "),
+    "swallows_and_sleeps": (1, r"rank 0 is at .*, in fit, rank 1 is at .*alone.py:\d+, in swallows_and_sleeps: "),
     "builds_another_model": (2, SAME + "model on all ranks. Received: a Sequential of 15 numbers, 2 weights trained"),
     "has_less_data": (2, OTHER_X + r" Received: float32 \(64, 4\) on rank 0, float32 \(56, 4\) on rank 1; every"),
     "has_other_values": (2, OTHER_X + " .* with some values on rank 0, others on rank 1; .*seed what is random"),
@@ -59,7 +59,7 @@ ALONE = {
     "calls_sys_exit": (2, ELSEWHERE),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
     "launches": (2, r"error: launch: the function of another launch runs in this process"),
-    "sleeps": (1, r"rank 1 hangs at .*alone.py:\d+, in .*, rank 0 waits at .*alone.py:\d+, in fit: nothing moved for "),
+    "sleeps": (1, r"rank 0 is at .*alone.py:\d+, in fit, rank 1 is at .*alone.py:\d+, in .*: nothing moved for "),
 }
 # With the default: nothing of it has to be waited for; but what hangs needs a limit.
 HANG_TIMEOUTS = {"sleeps": 3, "swallows_and_sleeps": 3}
@@ -96,7 +96,7 @@ def test_what_one_rank_may_do_alone(mode):
 
 @pytest.mark.proof
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
-@pytest.mark.parametrize(("number", "seconds_to_end"), [(signal.SIGTERM, 25), (signal.SIGKILL, 3), (signal.SIGINT, 10)])
+@pytest.mark.parametrize(("number", "seconds_to_end"), [(signal.SIGKILL, 3), (signal.SIGINT, 10)])
 def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end):
     fields = json.dumps({"backend": "torch", "num_devices": 2})
     process = start(PROGRAMS / "alone.py", "ignores_signals", fields, backend="torch")
@@ -109,9 +109,6 @@ def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end)
         seconds, said = time.monotonic() - begin, process.stderr.read()
         print(f"{number.name}: {seconds:.1f} s, exit code {process.returncode}: {said}")
         assert left == [] and seconds < seconds_to_end
-        if number == signal.SIGTERM:
-            assert process.returncode == 128 + signal.SIGTERM
-            assert re.search(r"SIGTERM was ignored: rank 0 hangs at .*, in <lambda>, rank 1 .*; killed", said)
 
 
 @pytest.mark.parametrize("name", [BACKENDS[0], pytest.param(BACKENDS[-1], marks=pytest.mark.proof)])

@@ -118,22 +118,14 @@ def signalled(tmp_path, work_of_rank, count, seconds_between=2.5):
     return end.value.code, time.monotonic() - sent[-1]
 
 
-def test_a_worker_that_ignores_a_signal_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(workers, "_SECONDS_TO_STOP", 2.0)
-    code, seconds = signalled(tmp_path, ignore_signals, 1)
-    assert code == 128 + signal.SIGTERM and 2 < seconds < 5
-    assert re.search(r"SIGTERM was ignored: the worker hangs at .*, in ignore_signals; killed", capsys.readouterr().err)
-
-
-def test_a_worker_that_finishes_its_step_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_SECONDS_TO_STOP", 1.0)
+def test_a_worker_that_finishes_its_step_is_waited_for(tmp_path):
     code, seconds = signalled(tmp_path, finish_step, 1)
     assert code == 128 + signal.SIGTERM and seconds > 3
 
 
 def of_rank(ways, *_):
     """Ends in a way of its own."""
-    way = ways[outcome.place().number]
+    way = ways[outcome.current.number]
     if way == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "finds it gone":
@@ -144,7 +136,7 @@ def of_rank(ways, *_):
     if way == "raises":
         raise ValueError("bad luck")
     if way == "aborts later":
-        while outcome.read(outcome.place()._replace(number=0)) is None:  # the first one has not raised yet
+        while outcome.read(outcome.current._replace(number=0)) is None:  # the first one has not raised yet
             time.sleep(0.05)
         time.sleep(0.8)  # who dies within half a second counts as the first
         os.abort()

@@ -1,14 +1,13 @@
 """Trackers by flag."""
 
-import importlib.util
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.processes.devices import check_installed
 from kerasdp.reporting.run_files import Trackers
 from tests.helpers import losses_in, run
 
@@ -38,10 +37,10 @@ def test_trackers_get_the_numbers(tracker, tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
-    with pytest.raises(UserError, match=r"wandb is not installed; add it: pip install 'kerasdp\[wandb\]'"):
-        check_installed(Config(tracker="tensorboard,wandb", workdir=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    facts = SimpleNamespace(config=Config(tracker="wandb", workdir=str(tmp_path)))
+    with pytest.raises(UserError, match="--tracker=wandb cannot begin: .*wandb"):
+        Trackers(facts, str(tmp_path), 0)
 
 
 def test_a_tracker_that_cannot_begin_is_one_line(tmp_path):

@@ -21,7 +21,7 @@ from kerasdp.backends.jax import private
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.errors import PreemptedError, UserError, WorkerError
 from kerasdp.processes.error_text import lost_process
-from kerasdp.processes.ranks import Cluster, Environment, number_in, require_same
+from kerasdp.processes.ranks import Cluster, Environment, require_same
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def find_cluster(environment: Environment = os.environ) -> Cluster | None:
     elif "JAX_NUM_PROCESSES" in environment or "JAX_PROCESS_ID" in environment:
         if missing := [name for name in _OF_JAX if name not in environment]:
             raise UserError(f"{', '.join(_OF_JAX)} go together. Received: no {missing[0]}; set it, too")
-        number, process = (number_in(environment, name) for name in _OF_JAX[1:])
+        number, process = (int(environment[name]) for name in _OF_JAX[1:])
         found = Cluster(source=_OF_JAX[0], num_processes=number, process=process)
         if process >= number:
             raise UserError(f"JAX_PROCESS_ID: expected a number below JAX_NUM_PROCESSES={number}. Received: {process}")

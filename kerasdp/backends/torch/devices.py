@@ -29,7 +29,7 @@ from kerasdp.errors import UserError
 from kerasdp.processes import outcome
 from kerasdp.processes.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.processes.error_text import lost_process
-from kerasdp.processes.ranks import Cluster, Processes, number_in, require_same
+from kerasdp.processes.ranks import Cluster, Processes, require_same
 from kerasdp.processes.watchdog import SECONDS_TO_COMPILE
 from kerasdp.processes.workers import run_workers
 from kerasdp.step.replica import compared_variables
@@ -56,7 +56,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     # `device_count` also counts GPUs of a driver that is too old for torch's CUDA.
     num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cluster is not None:  # a rank, which has one device
-        num_ranks = number_in(os.environ, "LOCAL_WORLD_SIZE", 1)
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if config.num_devices not in (None, num_ranks):
             raise UserError(
                 f"--gpus: expected {num_ranks}, the processes that {cluster.source} starts on this machine, each with "
@@ -113,7 +113,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _folder_of_run() -> str:
     """Returns a folder that ends with the run, and that nobody else can enter."""
-    worker = outcome.place()
+    worker = outcome.current
     return _temporary_folder().name if worker is None else worker.folder
 
 
@@ -151,7 +151,7 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
     key = None
     if not is_joined:
         listen_on_loopback()
-        worker = outcome.place()
+        worker = outcome.current
         assert worker is not None  # noqa: S101
         # The ranks of one machine find their addresses in a file, in a folder of this user's alone.
         store: Any = dist.FileStore(os.path.join(worker.folder, "store"), devices.count)  # type: ignore[attr-defined]
