@@ -109,7 +109,7 @@ def make_model(args: Namespace) -> keras.Model:
 
 
 def make_loss(args: Namespace) -> dict[str, Any]:
-    """Returns what `compile` is told of loss and metrics."""
+    """Returns the arguments of `compile` for loss and metrics."""
     if args.model == "unet":
         return {"loss": keras.losses.MeanSquaredError()}
     return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}

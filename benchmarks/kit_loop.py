@@ -112,7 +112,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
 
 
 def make_own_loop(runner: "kerasdp.Runner", model: Any, x: Any, y: Any) -> Callable[[int], dict[str, Any]]:
-    """Returns what trains as a loop of one's own: so many steps, of which it gives the last one's logs."""
+    """Returns what trains as a custom loop: so many steps, of which it gives the last one's logs."""
     import keras
 
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -181,7 +181,7 @@ def main() -> None:
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--compile", default="on", choices=["on", "off"], help="of torch")
     flags.add_argument("--shard", default="none", choices=["none", "optimizer", "weights"])
-    flags.add_argument("--loop", action="store_true", help="of one's own, instead of fit")
+    flags.add_argument("--loop", action="store_true", help="a custom loop, instead of fit")
     flags.add_argument("--samples", type=int, help="of gpt: how many there are, each computed from its number")
     flags.add_argument("--dataset", default="synthetic", help="of a built-in model")
     flags.add_argument("--config", help="a kerasdp.Config in JSON, instead of other flags but --backend and --steps")

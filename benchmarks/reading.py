@@ -58,7 +58,7 @@ def data_loader(images, labels, batch_size):
 
 
 def generator(images, labels, batch_size):
-    """A generator function's object, made anew for each pass."""
+    """A generator function's object, made again for each pass."""
 
     class Batches:
         def __iter__(self):

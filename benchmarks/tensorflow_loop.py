@@ -45,7 +45,7 @@ class Net:
         return self.weights[name]
 
     def statistic(self, name: str, size: int, value: float) -> tf.Variable:
-        """Moving statistics: each replica's own, and their mean for whoever reads them."""
+        """Moving statistics: each replica's own, and their mean for what reads them."""
         if name not in self.statistics:
             self.statistics[name] = tf.Variable(
                 tf.fill([size], value), trainable=False, synchronization=tf.VariableSynchronization.ON_READ,

@@ -3,7 +3,7 @@
 A reduction counts with the tensor that it reduces, a gathering with what it has gathered, a message with its own bytes:
 how often a ring sends them along is the framework's affair. What an epoch's begin and end send is left out.
 
-- torch: collectives and messages of its profiler, whoever starts them; and what kerasdp writes into sockets.
+- torch: collectives and messages of its profiler, of the kit or of a user; and what kerasdp writes into sockets.
 - jax: collectives that its profiler saw running, with the shapes that the compiled programs give them.
 - tensorflow: the inputs of the collectives, and of the sums on one device, in the function that has most of them, as it
   is traced.
@@ -56,7 +56,7 @@ def bytes_a_step(backend: str, num_devices: int, repeat: Callable[[int], Any]) -
     epoch = count(repeat, 1, num_devices)  # with what an epoch's begin and end send
     found = round((count(repeat, 1 + STEPS, num_devices) - epoch) / STEPS)
     if backend == "jax":
-        shutil.rmtree(_dump_folder())  # here: whoever asks for repetitions ends the program with a signal
+        shutil.rmtree(_dump_folder())  # here: the program that asks for repetitions ends the program with a signal
     return found
 
 

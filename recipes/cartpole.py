@@ -1,4 +1,4 @@
-"""Learns to balance a pole by reinforcement, a loop of one's own: actor and critic in gymnasium's CartPole.
+"""Learns to balance a pole by reinforcement, a custom loop: actor and critic in gymnasium's CartPole.
 
     pip install gymnasium
     python recipes/cartpole.py                                       # the first backend installed

@@ -1,4 +1,4 @@
-"""Trains a diffusion model, a loop of one's own: a small U-Net that takes noise out of digits, and its moving average.
+"""Trains a diffusion model, a custom loop: a small U-Net that takes noise out of digits, and its moving average.
 
     python recipes/diffusion.py                                          # the first backend installed
     python recipes/diffusion.py --backend=jax --gpus=2 --workdir=runs/diffusion
@@ -21,7 +21,7 @@ UNUSED = ["model", "optimizer"]
 
 
 def build(image_shape: tuple[int, int, int]):
-    """Returns a network that gives the noise in images, of which it is told how much there is."""
+    """Returns a network that gives the noise in images, with how much of it there is."""
     import keras
     from keras import layers
 

@@ -1,4 +1,4 @@
-"""Trains a GAN, a loop of one's own: a critic with a gradient penalty, and a generator of digits.
+"""Trains a GAN, a custom loop: a critic with a gradient penalty, and a generator of digits.
 
     python recipes/gan.py                                          # the first backend installed
     python recipes/gan.py --backend=jax --gpus=2 --workdir=runs/gan

@@ -55,7 +55,7 @@ def train(runner: "kerasdp.Runner", backbone: str, weights: str, head_epochs: in
 
 
 def compile_with(model, optimizer) -> None:
-    """Compiles anew, which forgets what the optimizer before had gathered."""
+    """Compiles again, which forgets what the optimizer before had gathered."""
     import keras
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

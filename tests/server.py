@@ -125,7 +125,7 @@ _spawn = multiprocessing.util.spawnv_passfds
 
 
 def _fork_or_spawn(path: str, arguments: list[str], descriptors: list[int]) -> int:
-    """In place of starting Python anew: forks, where a worker of `multiprocessing`, or its server, is asked for.
+    """In place of starting Python again: forks, where a worker of `multiprocessing`, or its server, is asked for.
 
     It gets what a new process gets: its pipes, the environment, and by pickling what it has to do.
     """

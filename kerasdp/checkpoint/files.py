@@ -85,7 +85,7 @@ def load(path: str) -> Checkpoint:
             if number != FORMAT:
                 raise UserError(
                     f"--resume: expected a checkpoint of format {FORMAT}. Received: format {number} in {path}; use the "
-                    "kerasdp that wrote it, or train anew in another --workdir or --checkpoint_dir"
+                    "kerasdp that wrote it, or train again in another --workdir or --checkpoint_dir"
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         if metadata["sha256"] != _checksum(metadata["state"], arrays):
@@ -121,7 +121,7 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
             report(f"{error}; trying the one before it")
     if paths:
         raise UserError(
-            f"--resume: none of the {len(paths)} checkpoints in {folder} can be used (see above); train anew in "
+            f"--resume: none of the {len(paths)} checkpoints in {folder} can be used (see above); train again in "
             "another --workdir or --checkpoint_dir"
         )
     return None

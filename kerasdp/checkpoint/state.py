@@ -87,7 +87,7 @@ def restore(
         if unsure is not None:
             raise UserError(
                 f"the checkpoint has several {unsure.rpartition(' ')[0]}, and {model.name} too: which is which cannot "
-                "be told; give each layer a name or an attribute of its own, and train anew"
+                "be told; give each layer a name or an attribute of its own, and train again"
             )
         for name, variable in variables:
             kind = keras.backend.standardize_dtype(variable.dtype)

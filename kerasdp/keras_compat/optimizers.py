@@ -88,7 +88,7 @@ def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
 
 
 def global_clipnorm(optimizer: Any) -> float | None:
-    """Returns the norm to which an optimizer clips all gradients together, whoever holds them."""
+    """Returns the norm to which an optimizer clips all gradients together, also where replicas hold parts of them."""
     return inner_optimizer(optimizer).global_clipnorm
 
 

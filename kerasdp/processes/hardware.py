@@ -16,7 +16,7 @@ _CURES = {
 def num_gpus() -> int:
     """Returns how many GPUs of NVIDIA's driver this process may see; 0 also where there is no driver.
 
-    The driver heeds CUDA_VISIBLE_DEVICES, and numbers the GPUs as jax does. It makes no context, so no memory of a GPU
+    The driver reads CUDA_VISIBLE_DEVICES, and numbers the GPUs as jax does. It makes no context, so no memory of a GPU
     is taken.
     """
     try:
@@ -57,7 +57,7 @@ def keep_memory(backend: str) -> bool:
     """Lets memory that is freed stay with this process for the next step; returns whether it does.
 
     A compiled step frees all that it has computed. glibc (2.36) gives most of it back to the system, and the next step
-    waits for each page anew: of a small GPT on torch for 8,000, a quarter of its time; of a small ViT on TensorFlow
+    waits for each page again: of a small GPT on torch for 8,000, a quarter of its time; of a small ViT on TensorFlow
     (2.21) for 8,000, of which 3,000 are left, an eighth. From here on the heap keeps it, and threads that begin later
     share it. Not where the environment tells glibc what to do, or with another C library.
     """

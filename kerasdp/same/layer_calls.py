@@ -1,6 +1,6 @@
 """Makes the calls of all layers: the one place where something is done before and after what a layer does itself.
 
-Random layers draw portably; what a step records is told. On several replicas, a layer that adds losses (`add_loss`),
+Random layers draw portably; what a step records is noted. On several replicas, a layer that adds losses (`add_loss`),
 that assigns to a variable (a running maximum, a codebook), or mixes the rows, is called on all of them, as on one
 device: its arguments are gathered, and of its outputs the replica takes its own rows. Activity
 regularizers see the gathered outputs.

@@ -62,7 +62,7 @@ def _rotate(word: Any, distance: int) -> Any:
 
 
 # Makes numbers of a shape from two arrays of words, each of shape `(entries of axis 0, half of the numbers of an
-# entry)`, and what else it is told: values that can be hashed.
+# entry)`, and what else it gets: values that can be hashed.
 Maker = Callable[..., Any]
 
 
@@ -72,7 +72,7 @@ Draw = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 def _by(make: Maker, *choices: Any) -> Draw:
-    """Returns what draws with a maker, one of those below, and what that is told.
+    """Returns what draws with a maker, one of those below, and what that gets.
 
     On TensorFlow this is one compiled function, from the key to what is made of the words. Between functions and
     operations words would be int32, which it (2.21) keeps in host memory on GPUs: of a mask all numbers would be made

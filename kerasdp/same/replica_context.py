@@ -318,7 +318,7 @@ def attributes_kept() -> Iterator[None]:
     kept = [dict(vars(layer)) for layer in layers]
     yield
     for layer, attributes in zip(layers, kept):
-        vars(layer).update(attributes)  # past Keras, which would track them anew
+        vars(layer).update(attributes)  # past Keras, which would track them again
 
 
 def alone(statistics: Any) -> Any:

@@ -198,7 +198,7 @@ class Step:
                 self._model = self._made(batch.sample)
         if runner.loop is not None and (is_given or batch.sample is runner.loop.sample):
             runner.loop.take(self._model)
-        # Where it is not known how many steps there will be, torch compiles them only if it is told to.
+        # Where it is not known how many steps there will be, torch compiles them only with --compile=on.
         is_full = is_given and (runner.loop is not None or runner.config.compile != "auto")
         rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
         with runner.model_steps.running(self._model) as functions, rows:
@@ -215,9 +215,9 @@ class Step:
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
         if config.strategy != "data" or config.has_micro_batches:
             raise UserError(
-                f"the step {self.__name__}: a step of one's own trains with --strategy=data and without --accumulate"
+                f"the step {self.__name__}: a custom step trains with --strategy=data and without --accumulate"
             )
-        # One program of several processes; where each has its own, --shard is refused with a step of one's own anyway.
+        # One program of several processes; where each has its own, --shard is refused with a custom step anyway.
         is_one_program = strategy.split.is_one_program and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:
             raise UserError(
@@ -319,7 +319,7 @@ def _by_name(parts: Any) -> dict[str, Any]:
 
 
 class CustomLoop:
-    """The batches of a loop of one's own, and what the loop tells of each: as `Loop.fit` without the steps.
+    """The batches of a custom loop, and what the loop tells of each: as `Loop.fit` without the steps.
 
     Attributes:
         reader: of the data.

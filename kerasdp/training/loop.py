@@ -37,7 +37,7 @@ class Loop:
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy, state: RunState, functions: StepFunctions):
-        """`functions` are those of the model; `state` knows where a resumed run begins, and is told of each step."""
+        """`functions` are those of the model; `state` knows where a resumed run begins, and notes each step."""
         self.model, self.strategy, self.state, self.functions = model, strategy, state, functions
         self._compiled = model.compiled and (model.optimizer, *made_by_compile(model))
         self._is_state_checked = False

@@ -287,7 +287,7 @@ class Runner:
             self.strategy.gather_variables(model)
 
     def step(self, function: Callable[..., Any] | None = None, *, returns: Any = "mean") -> Any:
-        """Makes of a function one step on all devices, compiled where the backend can: for a loop of one's own.
+        """Makes of a function one step on all devices, compiled where the backend can: for a custom loop.
 
         Args:
             function: of a batch, as `(x, y)`, `(x, y, sample_weight)`, `x` alone, or whatever structure the step is

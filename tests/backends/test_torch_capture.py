@@ -84,9 +84,9 @@ def test_what_cannot_be_captured_is_refused(make, reason):
         steps._captured(data, Detail.NOTHING, len(X))
 
 
-def test_compiling_may_begin_anew(monkeypatch):
+def test_compiling_may_begin_again(monkeypatch):
     """torch.compile raises, within the compiler, what it takes itself for an order to call it again."""
-    answers = [RuntimeError("begin anew"), "compiled"]
+    answers = [RuntimeError("begin again"), "compiled"]
 
     def compile_once(*_):
         answer = answers.pop(0)
@@ -96,7 +96,7 @@ def test_compiling_may_begin_anew(monkeypatch):
 
     monkeypatch.setattr(compiled_step, "compile_with_inductor", compile_once)
     compiler = compiled_step._Compiler(SingleProcess(), {})
-    with pytest.raises(RuntimeError, match="begin anew"):
+    with pytest.raises(RuntimeError, match="begin again"):
         compiler(None, [])
     assert compiler(None, []) == "compiled"
 

@@ -57,4 +57,4 @@ def test_numbers_become_part_of_the_kernels():
         assert own.dtype == expected.dtype
         torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
     first = graph(x)[3]
-    assert torch.equal(graph(x)[3], first)  # the number that is changed begins anew in each step
+    assert torch.equal(graph(x)[3], first)  # the number that is changed begins again in each step

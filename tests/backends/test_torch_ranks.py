@@ -50,7 +50,7 @@ def test_statistics_have_a_group_of_their_own_on_gpus(results):
 
 
 def test_values_are_handed_out_as_they_were_when_given(results):
-    """A generator may fill its arrays anew for its next batch, while this one is under way."""
+    """A generator may fill its arrays again for its next batch, while this one is under way."""
     assert {name: sum(are_right) for name, are_right in results["scattered"].items()} == dict.fromkeys(
         ["nothing", "an error", "arrays", "strings", "many arrays", "a large array", "a large text"], 8
     )

@@ -123,7 +123,7 @@ def test_another_format_is_refused(number, content, tmp_path):
         with pytest.raises(UserError) as caught:
             load()
         assert f"expected a checkpoint of format 4. Received: format {number} in {path}; use" in str(caught.value)
-        assert "train anew in another --workdir" in str(caught.value) and "\n" not in str(caught.value)
+        assert "train again in another --workdir" in str(caught.value) and "\n" not in str(caught.value)
     assert not told
 
 

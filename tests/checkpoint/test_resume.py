@@ -117,7 +117,7 @@ def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
 
 @pytest.mark.proof
 def test_another_precision_resumes(undisturbed, stopped, tmp_path):
-    """The scale of the loss, which float32 has not, begins anew."""
+    """The scale of the loss, which float32 has not, begins again."""
     name = BACKENDS[0]
     done = train_resumable(copy_of(stopped(name), tmp_path), name, 1, resume=True, precision="float16")
     _, losses, _, _ = undisturbed(name)

@@ -61,7 +61,7 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
     assert sorted(epoch(5, 1)) == sorted(epoch(None, 0))
 
 
-def test_a_batch_is_read_once_whoever_looks_at_it():
+def test_a_batch_is_read_once_however_many_look_at_it():
     """A data set that draws random numbers gives another one each time; one may shuffle when an epoch begins."""
 
     class Drawing(Threes):

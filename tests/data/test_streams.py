@@ -66,7 +66,7 @@ def test_what_can_be_read_once_has_no_second_epoch():
 
 
 class Again:
-    """Can be iterated anew, in another order each time."""
+    """Can be iterated again, in another order each time."""
 
     def __init__(self):
         self.opened = 0
@@ -76,7 +76,7 @@ class Again:
         yield from [batch for _, batch in sorted(((number * self.opened) % 7, b) for number, b in enumerate(batches()))]
 
 
-def test_each_epoch_opens_what_can_be_iterated_anew_once():
+def test_each_epoch_opens_what_can_be_iterated_again_once():
     data = Again()
     reader = reader_of(data)
     reader.first(), reader.first()

@@ -48,7 +48,7 @@ def manifests(name):
 
 
 def job_of(name):
-    """The Job that Kubernetes runs, whoever makes it."""
+    """The Job that Kubernetes runs, whether an engine or the template makes it."""
     *_, last = manifests(name)
     if last["kind"] == "Job":
         return last

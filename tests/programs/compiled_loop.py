@@ -1,4 +1,4 @@
-"""Counts, in a loop of one's own in float64, what is compiled, and gives the mean of its losses so far.
+"""Counts, in a custom loop in float64, what is compiled, and gives the mean of its losses so far.
 
 python compiled_loop.py BACKEND COMPILE
 """

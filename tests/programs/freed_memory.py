@@ -1,4 +1,4 @@
-"""Takes 100 MB, writes on them and frees them, several times; prints how many pages the system gave anew.
+"""Takes 100 MB, writes on them and frees them, several times; prints how many pages the system gave again.
 
 python freed_memory.py BACKEND BYTES_OF_A_BLOCK
 """

@@ -17,7 +17,7 @@ Y = X @ [[1.0], [-2.0], [0.5]] + np.random.RandomState(1).randn(ROWS, 1)
 
 
 def tf_data():
-    """Shuffled with the run's seed, anew in each epoch."""
+    """Shuffled with the run's seed, in another order in each epoch."""
     import tensorflow as tf
 
     return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(BATCH).prefetch(2), {}
@@ -70,7 +70,7 @@ def generator():
 
 
 class batches_of_different_sizes:
-    """With sample weights, from a class of one's own."""
+    """With sample weights, from a custom class."""
 
     def __new__(cls):
         return super().__new__(cls), {}

@@ -1,4 +1,4 @@
-"""Trains by loops of one's own, each written once for all backends."""
+"""Trains by custom loops, each written once for all backends."""
 
 import chosen_backend  # noqa: F401
 import keras
@@ -162,7 +162,7 @@ def supervised(runner):
 
 
 def norm_of_replicas(runner):
-    """Batch norm after a loop of one's own and after `fit`, with --batch_norm=replica; a row alone ends the epoch."""
+    """Batch norm after a custom loop and after `fit`, with --batch_norm=replica; a row alone ends the epoch."""
     x, y = numbers(0, 3 * BATCH + 1, 8, 8, 3), np.arange(3 * BATCH + 1) % 3
     found = {}
     for way in ("loop", "fit"):

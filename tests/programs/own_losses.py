@@ -1,4 +1,4 @@
-"""Trains by usual losses, each in a loop of one's own and in a `train_step`; prints the losses of each, or the refusal.
+"""Trains by usual losses, each in a custom loop and in a `train_step`; prints the losses of each, or the refusal.
 
 A case is `looped` or `fitted`, and a name.
 """
@@ -141,7 +141,7 @@ def network(loss_of, seeds):
 
 
 def looped(runner, model):
-    """In a loop of one's own."""
+    """In a custom loop."""
     step = runner.step(lambda batch: model.train_step(batch)["loss"])
     return [float(step(batch)) for batch in runner.batches(data(), batch_size=BATCH, epochs=2)]
 

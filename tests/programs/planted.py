@@ -208,7 +208,7 @@ def work(runner, names, alone, is_faulty):
 
     found = {}
     for name in names:
-        keras.utils.clear_session()  # so that names begin anew
+        keras.utils.clear_session()  # so that names begin again
         model = FAULTS[name][0] if name in FAULTS else name
         with runner.scope():
             job = job_of(model, name)

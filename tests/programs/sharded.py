@@ -1,7 +1,7 @@
 """Trains models of which each device holds a part, in float64.
 
 python sharded.py BACKEND NUM_DEVICES SHARD CASE...: `conv`, `tied` (a subclassed model whose layers are shared,
-    and whose table is its last kernel, too), `attention`, `lstm`, `own` (a loop of one's own), and those of `OTHERS`;
+    and whose table is its last kernel, too), `attention`, `lstm`, `own` (a custom loop), and those of `OTHERS`;
     or `resume FOLDER EPOCHS`
 
 Prints, by case: losses, whether the devices agree, and the bytes of weights and slots that a device holds, and in all.
@@ -119,7 +119,7 @@ def outcome(runner, case, epochs):
 
 
 def looped(runner, model, loss_of, x, y, epochs):
-    """A loop of one's own."""
+    """A custom loop."""
     weights = model.trainable_variables
     model.optimizer.build(weights)
 

@@ -106,7 +106,7 @@ def two_views_compute_loss(random: np.random.RandomState) -> Ready:
 
 @case("contrastive")
 def supervised_contrastive(random: np.random.RandomState) -> Ready:
-    """Rows of one class are drawn together, over the whole batch, by a Loss of one's own."""
+    """Rows of one class are drawn together, over the whole batch, by a custom Loss."""
     import keras
     from keras import ops
 

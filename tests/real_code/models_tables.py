@@ -161,7 +161,7 @@ def focal_loss_with_penalties(random: np.random.RandomState) -> Ready:
 
 @case("tabular")
 def probabilistic_regression(random: np.random.RandomState) -> Ready:
-    """Mean and variance; the loss is a function of one's own. A layer keeps running averages of its inputs."""
+    """Mean and variance; the loss is a custom function. A layer keeps running averages of its inputs."""
     import keras
     from keras import layers, ops
 

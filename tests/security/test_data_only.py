@@ -1,4 +1,4 @@
-"""Files bring data, never code: whoever writes one chooses no program, and nothing beside what was asked for."""
+"""Files bring data, never code: a person who writes one chooses no program, and nothing beside what was asked for."""
 
 import base64
 import json

@@ -120,7 +120,7 @@ def stateful_recurrent(random: np.random.RandomState) -> Ready:
 
 @case(KIND, "cell with a counter")
 def counting_cell(random: np.random.RandomState) -> Ready:
-    """A cell of one's own in keras.layers.RNN."""
+    """A custom cell in keras.layers.RNN."""
     import keras
     from keras import ops
 
@@ -235,7 +235,7 @@ def metrics(random: np.random.RandomState) -> Ready:
 
 @case(KIND, "ghost batch norm")
 def ghost(random: np.random.RandomState) -> Ready:
-    """Statistics of three rows each, with running means of one's own."""
+    """Statistics of three rows each, with running means of its own."""
     import keras
     from keras import ops
 

@@ -253,7 +253,7 @@ scikeras_case("scikeras KerasClassifier", "KerasClassifier")
 scikeras_case("scikeras KerasRegressor", "KerasRegressor")
 
 
-@case(KIND, "compute_loss of one's own")
+@case(KIND, "a custom compute_loss")
 def own_loss(random: np.random.RandomState) -> Ready:
     """Keras' loss and a penalty on the outputs."""
     import keras

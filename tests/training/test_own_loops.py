@@ -1,4 +1,4 @@
-"""Loops of one's own train, stop and resume alike on all backends and device counts; wrong ones say so in a line."""
+"""Custom loops train, stop and resume alike on all backends and device counts; wrong ones say so in a line."""
 
 import json
 

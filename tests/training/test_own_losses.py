@@ -1,4 +1,4 @@
-"""Usual losses in loops and steps of one's own are those of one device on several, or are refused with the cure."""
+"""Usual losses in custom loops and steps are those of one device on several, or are refused with the cure."""
 
 import re
 

@@ -16,6 +16,7 @@ WORDS = {
     r"behind (the|each|its|every|this|that|a) (step|epoch|batch)|behind (every )?(\d+ )?steps?": "after the step",
     r"in few passes|in fewer passes": "fused",
     r"cut off": "truncated (a file), removed (padding)",
+    r"anew|whoever|of one's own": "again, who, custom",
     # Comparing two trainings.
     r"parts? from|parting|[Pp]artings?|(two|runs|trainings) part": "diverge, divergent, divergence",
     # Arrays and devices.

@@ -23,7 +23,7 @@ def make_devices(config: Config, cluster: None = None) -> Devices:
     if devices.kind == "gpu":
         # TF32 keeps ten bits of a float32. By default TensorFlow (2.21) multiplies in it.
         tf.config.experimental.enable_tensor_float_32_execution(config.may_use_tf32)
-        if config.deterministic:  # on CPUs runs are bit-equal without it; XLA is told to be deterministic, too
+        if config.deterministic:  # on CPUs runs are bit-equal without it; XLA has a flag for it, too
             tf.config.experimental.enable_op_determinism()
         if devices.count > 1 and config.may_use_tf32:
             _leave_channels_last(gpus)
