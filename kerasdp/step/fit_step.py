@@ -1,6 +1,6 @@
 """Holds the training step of `fit`: what it computes, from the rows of a batch to the update, on each replica.
 
-How a replica differentiates, exchanges and updates is its backend's: see `Replica`.
+Each backend defines how a replica differentiates, exchanges and updates: see `Replica`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,47 +15,53 @@ if TYPE_CHECKING:
 
 
 def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
-    """Trains on the global batch. The numbers in brackets refer to docs/internals/same-learning.md.
+    """Trains one step on the global batch, of which each replica computes its shard.
+
+    The numbers in brackets are those of the rules in docs/internals/same-learning.md.
 
     Args:
-        replica: of the model.
-        batch: its shard of the batch, with padding (1); on jax, where one replica stands for all devices, the batch.
-        detail: what to record.
+        replica: the one that this step runs on.
+        batch: its padded shard of the batch (1). On jax one replica stands for all devices, and has the whole batch.
+        detail: what to record of this step: outputs and gradients, or nothing.
     """
-    from kerasdp.step.observer import forward_pass, observed
+    from kerasdp.step.observer import observed, record_forward_pass
 
     model, passes = replica.model, replica.passes(batch)
     variables = model.trainable_weights[:]
-    detail = Detail.NOTHING if len(passes) > 1 else detail  # no pass of several has the gradients of the batch
+    # With several passes (micro-batches) a forward pass has the outputs of one micro-batch alone.
+    detail = Detail.NOTHING if len(passes) > 1 else detail
 
-    def loss_of_own_rows(one: Pass) -> tuple[Any, "GlobalBatch", dict[str, Any]]:
-        # The forward pass on the shard: batch norms exchange their statistics (5), layers know their rows (6).
-        context = replica.context_of_pass(one)
-        with use(context), forward_pass(detail, model, one.batch.inputs) as found:
-            outputs = replica.forward(replica.module, one.batch.inputs, training=True)
-        # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-        share = replica.trained_pass(one, outputs, context)
-        share.share_metrics()
-        return replica.scaled_loss(share), share, found
+    def forward_and_loss(one_pass: Pass) -> tuple[Any, "GlobalBatch", dict[str, Any]]:
+        # The forward pass on the rows of this pass. Batch norms exchange their statistics (5), and layers know which
+        # rows of the global batch they get (6).
+        context = replica.context_of_pass(one_pass)
+        with use(context), record_forward_pass(detail, model, one_pass.batch.inputs) as outputs_of_layers:
+            outputs = replica.forward(replica.module, one_pass.batch.inputs, training=True)
+        # What these rows add to the loss of the global batch (2, 4, 7), and to its metrics (3).
+        global_batch = replica.loss_of_pass(one_pass, outputs, context)
+        global_batch.count_metrics()
+        return replica.scaled_loss(global_batch), global_batch, outputs_of_layers
 
-    gradients, share, found = replica.add_up_passes(loss_of_own_rows, passes)
+    # Gradients and sums are added up over the passes.
+    gradients, global_batch, outputs_of_layers = replica.add_up_passes(forward_and_loss, passes)
     # The mean of the gradients over the replicas (2); the sums of loss, metrics and moving statistics (3, 5).
-    unpack = replica.all_reduce(gradients, share.sums.shared)
+    unpack = replica.all_reduce(gradients, global_batch.sums.to_reduce)
     means, sums = unpack()
-    # With shards of weights, whole gradients are gathered: only to be recorded.
-    recorded = [] if detail == Detail.NOTHING else replica.whole_gradients(means)
-    seen, rate = observed(detail, recorded, found), learning_rate(model.optimizer)
+    # If weights are sharded, whole gradients are gathered, but only when they are recorded.
+    to_record = [] if detail == Detail.NOTHING else replica.whole_gradients(means)
+    recorded = observed(detail, to_record, outputs_of_layers)
+    rate = learning_rate(model.optimizer)  # of this step: read before the update
 
     def update() -> None:
-        # TensorFlow compiles this by itself on GPUs: it unpacks its own tensors, which must not leave it. Nothing is
-        # sent again.
-        means, sums = unpack()
-        share.take(sums)
-        share.move_statistics()
+        # TensorFlow compiles this as a function of its own on GPUs. What is unpacked within it must not be used
+        # outside, so it unpacks again, which sends nothing.
+        own_means, own_sums = unpack()
+        global_batch.store_sums(own_sums)
+        global_batch.update_moving_statistics()
         if variables:
-            model.optimizer.apply_gradients(zip(means, variables, strict=True))
+            model.optimizer.apply_gradients(zip(own_means, variables, strict=True))
 
-    replica.update(update)  # the same on each replica
-    loss = share.take(sums)
-    # Gathers the outputs of all replicas, if a metric is no sum over the rows.
-    return Trained(loss, rate, share.update_metrics(loss), seen)
+    replica.update(update)  # the same on each replica; if weights are sharded, each updates its own shards
+    loss = global_batch.store_sums(sums)
+    # `update_metrics` gathers the outputs of all replicas, if a metric is not a sum over rows.
+    return Trained(loss, rate, global_batch.update_metrics(loss), recorded)

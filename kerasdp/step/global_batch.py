@@ -197,11 +197,11 @@ class Sums(NamedTuple):
     """What the passes of a step leave for its end. `added` sums it over micro-batches.
 
     Attributes:
-        shared: by name, what is to be summed over the replicas.
+        to_reduce: by name, what is to be summed over the replicas.
         complete: likewise, what all replicas have the sum of.
     """
 
-    shared: dict[str, Tensor]
+    to_reduce: dict[str, Tensor]
     complete: dict[str, Tensor]
 
 
@@ -213,7 +213,7 @@ def added(before: Sums | None, sums: Sums) -> Sums:
     def both(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
         return one | {name: one[name] + value if name in one else value for name, value in other.items()}
 
-    return Sums(both(before.shared, sums.shared), both(before.complete, sums.complete))
+    return Sums(both(before.to_reduce, sums.to_reduce), both(before.complete, sums.complete))
 
 
 class GlobalBatch:
@@ -252,7 +252,7 @@ class GlobalBatch:
         self._padded, self._add_up = padded, add_up
         self._unpadded = padded if context is None else _without_padding(padded, context)
         self._whole: Data | None = None
-        self._taken: dict[str, Tensor] = {}
+        self._sums_of_all: dict[str, Tensor] = {}
         if self._is_part:
             refuse_masks(model, padded.outputs)
         self._has_own_rows = self._is_by_rows()
@@ -260,7 +260,7 @@ class GlobalBatch:
         self._add_up_metrics = self._is_part or (self._has_own_rows and not reasons_to_gather_for_metrics(model))
         self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
         if context is not None and context.moving:
-            self.sums.shared["moving"] = pack_moving(context.moving)
+            self.sums.to_reduce["moving"] = pack_moving(context.moving)
 
     def tensors(self) -> Any:
         """Returns what a function that is differentiated on jax must return, for `with_tensors`."""
@@ -286,7 +286,7 @@ class GlobalBatch:
             )
         return self._whole or padded
 
-    def share_metrics(self) -> None:
+    def count_metrics(self) -> None:
         """Computes what the replica's rows change in the metrics; outside of what is differentiated."""
         if self._add_up_metrics:
             rows = self._unpadded if self._has_own_rows else self.whole()
@@ -297,24 +297,24 @@ class GlobalBatch:
                 update_compiled_metrics(self.model, rows.targets, outputs, weights)
             self._note_changes("metrics", variables, scope, self._has_own_rows)
 
-    def take(self, sums: dict[str, Tensor]) -> Tensor:
-        """Takes the sums of `sums.shared` over the replicas; returns the loss of the global batch."""
-        self._taken = added(Sums(sums, {}), Sums(self.sums.complete, {})).shared
-        return self._taken["loss"]
+    def store_sums(self, sums: dict[str, Tensor]) -> Tensor:
+        """Stores the sums of `sums.to_reduce` over the replicas; returns the loss of the global batch."""
+        self._sums_of_all = added(Sums(sums, {}), Sums(self.sums.complete, {})).to_reduce
+        return self._sums_of_all["loss"]
 
-    def move_statistics(self) -> None:
+    def update_moving_statistics(self) -> None:
         """Moves the moving statistics of layers whose replicas have statistics of their own."""
         from kerasdp.same.layers import move_together
 
-        if "moving" in self._taken and self.context is not None:
-            move_together(self.context.moving or [], self._taken["moving"])
+        if "moving" in self._sums_of_all and self.context is not None:
+            move_together(self.context.moving or [], self._sums_of_all["moving"])
 
     def update_metrics(self, loss: Tensor) -> dict[str, Any]:
         """Updates the metrics with the global batch, of which `loss` is the loss; returns Keras' logs."""
         update_loss_metric(self.model, loss, self._total_rows)
         for name, variables in zip(("losses", "metrics"), compiled_variables(self.model)):
             for place, variable in enumerate(variables):
-                if (change := self._taken.get(f"{name}/{place}")) is not None:
+                if (change := self._sums_of_all.get(f"{name}/{place}")) is not None:
                     variable.assign(variable + ops.cast(change, variable.dtype))
         if self._add_up_metrics:
             return self.model.get_metrics_result()
@@ -383,7 +383,7 @@ class GlobalBatch:
             loss = None if compiled is None else compiled(rows.targets, rows.outputs, rows.sample_weight)
         self._note_changes("losses", variables, scope, True)
         loss = self._with_added(loss)
-        self.sums.shared["loss"] = ops.stop_gradient(loss) / context.num_replicas
+        self.sums.to_reduce["loss"] = ops.stop_gradient(loss) / context.num_replicas
         return loss
 
     def _share_of_loss(self, loss: keras.losses.Loss, targets: Any, outputs: Any, sample_weight: Any) -> Tensor:
@@ -428,9 +428,9 @@ class GlobalBatch:
         return math.prod(values.shape[1:]) * self.num_rows
 
     def _note_changes(
-        self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope, are_shared: bool
+        self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope, is_to_reduce: bool
     ) -> None:
-        sums = self.sums.shared if are_shared else self.sums.complete
+        sums = self.sums.to_reduce if is_to_reduce else self.sums.complete
         for place, variable in enumerate(variables):
             sums[f"{name}/{place}"] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
 

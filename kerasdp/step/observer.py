@@ -53,7 +53,7 @@ def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> d
     Args:
         detail: how much.
         gradients: for each trainable weight, of the loss of the global batch, reduced over the replicas; may hold None.
-        outputs: what `forward_pass` recorded.
+        outputs: what `record_forward_pass` recorded.
     """
     if detail == Detail.NOTHING:
         return {}
@@ -74,7 +74,7 @@ _NUMBER_OF_CALL = re.compile(r" \(\d+\)$")
 
 
 @contextlib.contextmanager
-def forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[dict[str, Any]]:
+def record_forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[dict[str, Any]]:
     """Records a replica's forward pass of a training step of a model, as far as `detail` says.
 
     Yields:

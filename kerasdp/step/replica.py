@@ -248,8 +248,8 @@ class Replica(abc.ABC):
         """Runs `compute` on a pass; returns the loss' gradients by the trained weights, and what else it gives."""
 
     @abc.abstractmethod
-    def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
-        """Ends the all-reduce: gradients are averaged over the replicas, other tensors are summed.
+    def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
+        """Averages gradients over the replicas, and sums other tensors: what `differentiate` has not sent yet.
 
         Returns:
             A function that returns both. It sends nothing, and may be called again.
@@ -283,15 +283,15 @@ class Replica(abc.ABC):
         sums = None
         for one in passes:
             restart_seeds(seeds)
-            own, share, found = self.differentiate(compute, self.wait_for(gradients, one))
+            own, global_batch, found = self.differentiate(compute, self.wait_for(gradients, one))
             add_gradients(gradients, own)
-            sums = share.sums = added(sums, share.sums)
-        return gradients, share, found
+            sums = global_batch.sums = added(sums, global_batch.sums)
+        return gradients, global_batch, found
 
-    def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
+    def scaled_loss(self, global_batch: "GlobalBatch") -> Tensor:
         """Returns the loss that is differentiated: of the replica's rows, times the scale of a LossScaleOptimizer."""
         divisor = self.loss_divisor()
-        return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
+        return self.model.optimizer.scale_loss(global_batch.loss if divisor == 1 else global_batch.loss / divisor)
 
     def loss_divisor(self) -> int:
         """Returns by what a replica divides its loss before it is differentiated."""
@@ -324,7 +324,7 @@ class Replica(abc.ABC):
             share=share,
         )
 
-    def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
+    def loss_of_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
         """Computes the loss of a pass of a training step, from the outputs of the replica's rows."""
         return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)
 
@@ -453,9 +453,9 @@ class ShardSteps(Replica):
             return self.own_step("test_step", batch)[0]
         with use(self.context(batch)) as context:
             outputs = self.forward(self.model, batch.inputs, training=False)
-        whole = self.global_batch(batch, outputs, context, training=False)
-        whole.share_metrics()
-        return whole.update_metrics(whole.take(self.sums(whole.sums.shared)))
+        global_batch = self.global_batch(batch, outputs, context, training=False)
+        global_batch.count_metrics()
+        return global_batch.update_metrics(global_batch.store_sums(self.sums(global_batch.sums.to_reduce)))
 
     def predict(self, batch: DeviceBatch) -> Any:
         """Computes the outputs of the global batch."""
@@ -494,7 +494,7 @@ class ShardSteps(Replica):
                 outputs = self.forward(self.model, batch.inputs, training=True)
             if not with_loss:
                 return ShardPass(layers, keras.tree.flatten(outputs), keras.ops.zeros(()), *own)
-            whole = self.global_batch(batch, outputs, context, training=True)
-            loss = whole.take(self.sums(whole.sums.shared))
-        outputs = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
+            global_batch = self.global_batch(batch, outputs, context, training=True)
+            loss = global_batch.store_sums(self.sums(global_batch.sums.to_reduce))
+        outputs = [] if global_batch.is_of_own_rows else keras.tree.flatten(global_batch.whole().outputs)
         return ShardPass(layers, outputs, loss, *own)

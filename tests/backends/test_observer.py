@@ -7,7 +7,7 @@ from keras import ops
 
 from kerasdp.run_state import Detail
 from kerasdp.same.replica_context import ReplicaContext, use
-from kerasdp.step.observer import forward_pass
+from kerasdp.step.observer import record_forward_pass
 
 X = np.arange(12, dtype="float32").reshape(3, 4)
 
@@ -21,7 +21,7 @@ def model():
 
 
 def recorded(model, detail, x=X):
-    with forward_pass(detail, model, ops.convert_to_tensor(x)) as found:
+    with record_forward_pass(detail, model, ops.convert_to_tensor(x)) as found:
         outputs = model(x)
     return found, ops.convert_to_numpy(outputs)
 

@@ -138,9 +138,9 @@ def of_replicas(model, targets, outputs, weights, mask, num_rows=ROWS):
         batch = GlobalBatch(
             model, context, own, num_rows, training=True, add_up=lambda number: exchange.sum(rank, number)
         )
-        batch.share_metrics()
-        sums = {name: exchange.sum(rank, value) for name, value in batch.sums.shared.items()}
-        loss = batch.take(sums)
+        batch.count_metrics()
+        sums = {name: exchange.sum(rank, value) for name, value in batch.sums.to_reduce.items()}
+        loss = batch.store_sums(sums)
         exchange.barrier.wait()
         if rank:  # one model stands for all
             batch.update_metrics = lambda loss: batch.whole() if not batch._add_up_metrics else None

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class ModelState:
-    """The values of lists of variables, as a function of JAX takes and gives them; the variables always hold theirs.
+    """Passes the values of variables into a function of JAX and out of it; between calls each variable holds its value.
 
     Args:
         variables: the lists.
-        shardings: of each list: one of all its values, or one of each.
+        shardings: for each list, one sharding for all values, or a list of one per value.
     """
 
     def __init__(self, variables: "Sequence[list[keras.Variable]]", shardings: Sequence[Any]):
@@ -49,11 +49,11 @@ class ModelState:
         self._last: Any = None
         self._last_values: list[jax.Array] = []
 
-    def take(self) -> Any:
-        """Returns the values: the same lists that were given last, unless somebody has set a variable since.
+    def read(self) -> Any:
+        """Returns the values: the lists that were written last, unless a variable was set since.
 
         Keras (3.15) lets two variables hold one array after `assign`, as weights and their averages at the end of a
-        training. A step that takes the memory of both needs two.
+        training. A step cannot donate one array twice, so the second one is copied.
         """
         from kerasdp.keras_compat.layers import raw_value
 
@@ -61,25 +61,22 @@ class ModelState:
         if self._last is None or not all(map(operator.is_, values, self._last_values)):
             seen: set[int] = set()
 
-            def own(value: jax.Array) -> jax.Array:
-                is_taken = id(value) in seen
+            def unshared(value: jax.Array) -> jax.Array:
+                is_duplicate = id(value) in seen
                 seen.add(id(value))
-                return jnp.copy(value) if is_taken else value
+                return jnp.copy(value) if is_duplicate else value
 
-            given = map(own, values)
+            given = map(unshared, values)
             lists = tuple(list(itertools.islice(given, size)) for size in self._sizes)
-            self.give(jax.device_put(lists, self.shardings))  # none is kept as it was before
+            self.write(jax.device_put(lists, self.shardings))
         return self._last
 
-    def give(self, values: Any) -> None:
-        """Sets the variables to the values that a function has given. Those that it took are not there any more."""
+    def write(self, values: Any) -> None:
+        """Sets the variables to the values that a function returned. JAX has deleted those that it donated."""
         from kerasdp.keras_compat.layers import set_raw_values
 
-        self._keep(values)
-        set_raw_values(self._variables, self._last_values)
-
-    def _keep(self, values: Any) -> None:
         self._last, self._last_values = values, [*itertools.chain(*values)]
+        set_raw_values(self._variables, self._last_values)
 
 
 class Layout:
@@ -174,7 +171,7 @@ def make_step_functions(
             key = weights.key(), split_of_training().micro_batch_rows if name == "train" else None
             if key not in made:
                 state = _state_of(model, name, layout)
-                made[key] = _on_state(model, layout.replicated, step, state, is_training=name == "train")
+                made[key] = _bind_state(model, layout.replicated, step, state, is_training=name == "train")
             return made[key](data)
 
         return run
@@ -217,7 +214,7 @@ def _portable_step(model: Any, name: str, state: Any, data: tuple[Any, ...]) -> 
     return in_scope(_lists_of_portable(model), state, lambda: getattr(model, name)(_packed(data)))
 
 
-def _on_state(
+def _bind_state(
     model: "keras.Model",
     replicated: NamedSharding,
     step: Callable[..., Any],
@@ -225,32 +222,34 @@ def _on_state(
     *,
     is_training: bool,
 ) -> Callable[[Any], Any]:
-    """Makes of a step a function of the data alone, which gives its outputs and changes the model's variables.
+    """Turns a step into `run(data)`, which returns the step's outputs and updates the model's variables.
 
-    It is compiled by JAX's own compiler or left eager, as Keras decides for its own functions. Training alone takes the
-    memory of the old values for the new ones; the first list, of the weights, leaves an evaluation as it came.
+    It is compiled with `jax.jit` if `model.jit_compile` and not `run_eagerly`; else it runs eagerly. Training donates
+    the old values. An evaluation returns all lists but the first, the weights, which it does not change.
     """
     from kerasdp.keras_compat.layers import forget_added_losses
 
-    # The results that no process has the whole of, none can read; None: whatever JAX chooses.
-    results = None if replicated.is_fully_addressable else replicated
-    kept = 0 if is_training else 1  # lists that no step changes
+    # With several processes outputs are replicated, so that each can read them; with one JAX chooses.
+    output_sharding = None if replicated.is_fully_addressable else replicated
+    num_unchanged = 0 if is_training else 1  # lists that come first
 
-    def changing(values: Any, data: Any) -> tuple[Any, Any]:
+    def traced_step(values: Any, data: Any) -> tuple[Any, Any]:
         forget_added_losses(model)
         outputs, new = step(values, data)
-        return outputs, new[kept:]
+        return outputs, new[num_unchanged:]
 
-    changing.__name__ = changing.__qualname__ = getattr(step, "func", step).__name__  # of the program, in profiles
-    run_step = changing
+    # The name of the program in profiles.
+    traced_step.__name__ = traced_step.__qualname__ = getattr(step, "func", step).__name__
+    run_step = traced_step
     if not model.run_eagerly and model.jit_compile:
-        donated = 0 if is_training else ()
-        run_step = jax.jit(changing, donate_argnums=donated, out_shardings=(results, state.shardings[kept:]))
+        donated = (0,) if is_training else ()
+        shardings = output_sharding, state.shardings[num_unchanged:]
+        run_step = jax.jit(traced_step, donate_argnums=donated, out_shardings=shardings)
 
     def run(data: Any) -> Any:
-        values = state.take()
+        values = state.read()
         outputs, new = run_step(values, data)
-        state.give((*values[:kept], *new))
+        state.write((*values[:num_unchanged], *new))
         return outputs
 
     return run
@@ -336,11 +335,11 @@ class WholeBatch(Replica):
             calling=[], regularized={}, _calls={},
         )  # fmt: skip
 
-    def trained_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
+    def loss_of_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
         """See `Replica`: of a device that has all rows."""
         if context is not None:
             context = None if one.total_rows is None else dataclasses.replace(context, num_replicas=1)
-        return super().trained_pass(one, outputs, context)
+        return super().loss_of_pass(one, outputs, context)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
         """See `Replica`."""
@@ -350,17 +349,17 @@ class WholeBatch(Replica):
 
         def loss_of(values: list[jax.Array]) -> tuple[jax.Array, Any]:
             with InnerScope(zip(weights, values)) as scope:
-                loss, share, found = compute(one)
+                loss, global_batch, found = compute(one)
             require_leaves(weights, scope.assigned)
-            made[:] = scope, share
+            made[:] = scope, global_batch
             # What is made and assigned must leave through here: JAX lets nothing else out of what it differentiates.
-            return loss, (share.tensors(), found, scope.assigned_values())
+            return loss, (global_batch.tensors(), found, scope.assigned_values())
 
         values = list(map(current_value, weights))
         gradients, (tensors, found, assigned) = jax.grad(self._layout.gathering(loss_of), has_aux=True)(values)
-        scope, share = made
+        scope, global_batch = made
         scope.write_back(assigned)
-        return gradients, share.with_tensors(tensors), found
+        return gradients, global_batch.with_tensors(tensors), found
 
     def add_up_passes(
         self, compute: LossOfPass, passes: list[Pass]
@@ -373,17 +372,17 @@ class WholeBatch(Replica):
             return self.differentiate(compute, passes[0])
         weights, variables = self.model.trainable_weights, self.model.non_trainable_variables
         begun = list(map(current_value, variables))
-        shares: list[GlobalBatch] = []
+        global_batches: list[GlobalBatch] = []
 
         def run(carry: Any, one: Pass) -> tuple[Any, Sums]:
             # Random layers begin each pass with the seeds of the step; all else goes from one to the next.
             total, values = carry
             values = [old if id(each) in self._seeds else new for each, old, new in zip(variables, begun, values)]
             with InnerScope(zip(variables, values)) as scope:
-                own, share, _ = self.differentiate(compute, self.wait_for(total, one))
-            shares.append(share)
+                own, global_batch, _ = self.differentiate(compute, self.wait_for(total, one))
+            global_batches.append(global_batch)
             total = self._layout.cut(jax.tree.map(jnp.add, total, own))
-            return (total, list(map(scope.get_current_value, variables))), share.sums
+            return (total, list(map(scope.get_current_value, variables))), global_batch.sums
 
         first, size = passes[0], len(passes[0].batch.indices)
         full = [one for one in passes if len(one.batch.indices) == size]
@@ -405,8 +404,8 @@ class WholeBatch(Replica):
         gradients, values = carry
         for variable, value in zip(variables, values):
             variable.assign(value)
-        shares[-1].sums = sums
-        return gradients, shares[-1], {}
+        global_batches[-1].sums = sums
+        return gradients, global_batches[-1], {}
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
         """See `Replica`.
@@ -421,9 +420,9 @@ class WholeBatch(Replica):
         inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), one.batch.inputs)
         return one._replace(batch=one.batch._replace(inputs=inputs))
 
-    def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
         """See `Replica`: of the whole batch there is nothing to average."""
-        return lambda: (self._layout.cut(gradients), shared)
+        return lambda: (self._layout.cut(gradients), to_reduce)
 
     def update(self, update: Callable[[], None]) -> None:
         """See `Replica`."""

@@ -36,7 +36,7 @@ class ReplicaSteps(ShardSteps):
             return logs.get("loss"), None, logs, {}
         # By the rows of a micro-batch: the function that differentiates it, and what that left besides tensors.
         self._functions: dict[int, Any] = {}
-        self._shares: dict[int, GlobalBatch] = {}
+        self._global_batches: dict[int, GlobalBatch] = {}
         return tuple(fit_step(self, batch, detail))
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
@@ -45,8 +45,8 @@ class ReplicaSteps(ShardSteps):
         if one.total_rows is not None and self.strategy.split.num_replicas == 1 and not tf.executing_eagerly():
             return self._by_call(compute, one)
         with tf.GradientTape() as tape:
-            loss, share, found = compute(one)
-        return dense(tape.gradient(loss, self.model.trainable_weights)), share, found
+            loss, global_batch, found = compute(one)
+        return dense(tape.gradient(loss, self.model.trainable_weights)), global_batch, found
 
     def _by_call(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
         """Differentiates a micro-batch by a function that stays one call in the graph."""
@@ -56,17 +56,17 @@ class ReplicaSteps(ShardSteps):
             with tf.GradientTape() as tape:
                 batch = DeviceBatch(data[0], data[1], data[2], one.batch.indices)
                 replicas = (own._replace(first=first_row),)
-                loss, self._shares[num_rows], _ = compute(one._replace(batch=batch, replicas=replicas))
-            return dense(tape.gradient(loss, self.model.trainable_weights)), self._shares[num_rows].sums
+                loss, self._global_batches[num_rows], _ = compute(one._replace(batch=batch, replicas=replicas))
+            return dense(tape.gradient(loss, self.model.trainable_weights)), self._global_batches[num_rows].sums
 
         if num_rows not in self._functions:
             attributes = {"_noinline": True}
             self._functions[num_rows] = tf.function(differentiate, autograph=False, experimental_attributes=attributes)
         # Not a Python number: TensorFlow (2.21) makes a copy of a function for each that it is called with.
         gradients, sums = self._functions[num_rows](tuple(one.batch[:3]), tf.convert_to_tensor(own.first))
-        share = self._shares[num_rows]
-        share.sums = sums
-        return gradients, share, {}
+        global_batch = self._global_batches[num_rows]
+        global_batch.sums = sums
+        return gradients, global_batch, {}
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
         """See `Replica`. TensorFlow would otherwise make all forward passes first, and keep all that they leave."""
@@ -74,16 +74,16 @@ class ReplicaSteps(ShardSteps):
             data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), tuple(one.batch[:3]))
         return one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
 
-    def all_reduce(self, gradients: Gradients, shared: dict[str, Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
         """See `Replica`. Both are one message."""
         from kerasdp.keras_compat.layers import is_next_value
 
         if self.strategy.split.num_replicas == 1:
-            return lambda: (gradients, shared)
+            return lambda: (gradients, to_reduce)
         weights = self.model.trainable_weights
         next_values = self.next_values(gradients, weights)
         averaged = [None if is_next_value(weight) else each for each, weight in zip(gradients, weights)]
-        received = collectives.mean(averaged, shared)
+        received = collectives.mean(averaged, to_reduce)
 
         def take_apart() -> Received:
             means, sums = received()

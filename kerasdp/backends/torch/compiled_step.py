@@ -266,23 +266,23 @@ class RankInGraph(RankSteps):
         if one.total_rows is None:
             self._buckets.register_hooks({id(each): leaf for each, leaf in zip(variables, self._leaves)})
         with torch.enable_grad(), InnerScope() as scope:
-            loss, share, found = compute(one)
+            loss, global_batch, found = compute(one)
         require_leaves(variables, scope.assigned)
         gradients: list[Any] = []
         if variables:
             gradients = list(torch.autograd.grad(loss, self._leaves, allow_unused=True))
         scope.write_back(list(map(detached, scope.assigned_values())))  # without what led to them
-        return gradients, share, found
+        return gradients, global_batch, found
 
-    def all_reduce(self, gradients: Gradients, shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, to_reduce: dict[str, torch.Tensor]) -> Callable[[], Received]:
         """See `Replica`."""
         variables = self.model.trainable_weights
         if not self._buckets.has_hooks:
             self._buckets.take({id(variable): gradient for variable, gradient in zip(variables, gradients)})
-        means, sums = self._buckets.mean(gradients, variables, flat(shared))
+        means, sums = self._buckets.mean(gradients, variables, flat(to_reduce))
         if self.strategy.split.num_replicas > 1:
             means = self.with_next_values(means, self.next_values(means, variables))
-        received = means, unflat(sums, shared)
+        received = means, unflat(sums, to_reduce)
         return lambda: received
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -414,7 +414,7 @@ def _place(error: Exception) -> str:
 # The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
 # In the place of a variable's `id`: what is sent beside gradients.
-_SHARED = 0
+_TO_REDUCE = 0
 
 
 class GradientBuckets:
@@ -474,21 +474,21 @@ class GradientBuckets:
         self.sent.append((keys, take))
 
     def mean(
-        self, gradients: list[torch.Tensor | None], variables: list[Any], shared: torch.Tensor | None
+        self, gradients: list[torch.Tensor | None], variables: list[Any], to_reduce: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Returns the averaged gradients of these variables, and the sum of `shared`.
+        """Returns the averaged gradients of these variables, and the sum of `to_reduce`.
 
-        `shared` is sent together with the last gradients: each collective costs a wait for all ranks.
+        `to_reduce` is sent together with the last gradients: each collective costs a wait for all ranks.
         """
         if self.num_replicas == 1:
-            return gradients, shared
-        if shared is not None:
-            self._add(False, _SHARED, shared)
+            return gradients, to_reduce
+        if to_reduce is not None:
+            self._add(False, _TO_REDUCE, to_reduce)
         self._send(False)
         self._send(True)
         own = {id(variable): gradient for variable, gradient in zip(variables, gradients) if id(variable) in self.own}
         found: dict[int, Any] = own | {key: mean for keys, take in self.sent for key, mean in zip(keys, take())}
-        return [found.get(id(variable)) for variable in variables], found.get(_SHARED)
+        return [found.get(id(variable)) for variable in variables], found.get(_TO_REDUCE)
 
 
 def _sums(sent: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

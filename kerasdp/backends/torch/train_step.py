@@ -40,12 +40,12 @@ class RankSteps(ShardSteps):
         variables = self.model.trainable_weights
         is_exchanged = one.is_last or not hasattr(self.module, "no_sync")
         with contextlib.nullcontext() if is_exchanged else self.module.no_sync(), torch.enable_grad():
-            loss, share, found = compute(one)
+            loss, global_batch, found = compute(one)
             if variables:
                 loss.backward()
-        return [variable.value.grad if one.is_last else None for variable in variables], share, found
+        return [variable.value.grad if one.is_last else None for variable in variables], global_batch, found
 
-    def all_reduce(self, gradients: Gradients, shared: dict[str, torch.Tensor]) -> Callable[[], Received]:
+    def all_reduce(self, gradients: Gradients, to_reduce: dict[str, torch.Tensor]) -> Callable[[], Received]:
         """See `Replica`."""
         from kerasdp.keras_compat.layers import is_next_value
 
@@ -53,8 +53,8 @@ class RankSteps(ShardSteps):
         if self.strategy.split.num_replicas > 1:
             reduce_others(self.module, [variable for variable in variables if not is_next_value(variable)])
             gradients = self.with_next_values(gradients, self.next_values(gradients, variables))
-            shared = self.sums(shared)
-        return lambda: (gradients, shared)
+            to_reduce = self.sums(to_reduce)
+        return lambda: (gradients, to_reduce)
 
     def update(self, update: Callable[[], None]) -> None:
         """See `Replica`."""
@@ -150,7 +150,7 @@ class RankSteps(ShardSteps):
         with keras.StatelessScope(values, collect_losses=True):
             with use(self.context_of_pass(first)) as context:
                 outputs = self.forward(module, first.batch.inputs, training=True)
-            return self.trained_pass(first, outputs, context).loss
+            return self.loss_of_pass(first, outputs, context).loss
 
     def _used_weights(self, batch: DeviceBatch) -> list[Any]:
         """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
