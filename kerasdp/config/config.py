@@ -106,7 +106,7 @@ class Config:
         f"{', '.join(DATASETS)}, or your own: file.py:function, which returns (x_train, y_train), (x_test, y_test). "
         "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
     data_dir: str | None = choice(None, DATA, FOLDER,
-        "Folder of --dataset=images, with a sub-folder per class.", "none", of_host=True)
+        "For the data set images alone: its folder, with a sub-folder per class.", "none", of_host=True)
 
     batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
     accumulate: int = choice(1, TRAINING, COUNT,
