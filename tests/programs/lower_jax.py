@@ -17,7 +17,7 @@ import targets
 from lowered import collectives, facts
 
 import kerasdp
-from kerasdp.backends.jax import devices
+from kerasdp.backends.jax import data_parallel, devices
 from kerasdp.config import Config
 
 NUM_DEVICES = 4
@@ -117,14 +117,14 @@ def programs_of(case):
     """Trains, and returns the facts of each program."""
     recorder = Recorder()
     jax.jit = recorder
-    started = devices.start_jax
+    started = data_parallel.start_jax
 
     def start_jax(found, config):  # as if the virtual devices were an accelerator's
         of_run = started(found, config)
         devices.set_precision_of_products("gpu", Config(precision="float32"))
         return of_run
 
-    devices.start_jax = start_jax
+    data_parallel.start_jax = start_jax
     settings = {
         "num_devices": NUM_DEVICES, "device": "cpu", "verbose": 0, "check": "off",
         **{name: case[name] for name in (
