@@ -159,7 +159,7 @@ def digest_of(arrays: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for array in map(np.asarray, arrays):
         digest.update(f"{array.shape}".encode())
-        alike = array.astype({"f": "float32", "O": "str"}.get(array.dtype.kind, array.dtype))
+        alike = array.astype({"f": "float32", "O": "str"}.get(array.dtype.kind, array.dtype), copy=False)
         digest.update(np.ascontiguousarray(alike).reshape(-1).view("uint8").data)
     return digest.hexdigest()[:16]
 

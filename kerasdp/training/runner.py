@@ -97,10 +97,14 @@ class Runner:
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
         hook_layers()
-        as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
-        with self.continued_scope(), model_calls_through(self), adapters_in_float64(), contextlib.ExitStack() as stack:
-            for context in as_in_keras:
-                stack.enter_context(context)
+        with (
+            self.continued_scope(),
+            model_calls_through(self),
+            metrics_of_ranks_as_they_are(),
+            kept_by_clear_session(),
+            arguments_in_configs(),
+            adapters_in_float64(),
+        ):
             yield
 
     def scope(self) -> contextlib.AbstractContextManager[None]:

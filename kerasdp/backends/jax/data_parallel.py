@@ -97,13 +97,10 @@ class DataParallel(Strategy):
         """
         import keras
 
-        changes: list[tuple[Any, dict[str, Any]]] = [
-            (layer, {"use_cudnn": False}) for layer in lstms_not_for_cudnn(model, self.devices)
-        ]
         distribution = keras.distribution.distribution()
         keras.distribution.set_distribution(None)
         try:
-            with replaced_in_each(changes):
+            with replaced_in_each((layer, {"use_cudnn": False}) for layer in lstms_not_for_cudnn(model, self.devices)):
                 yield
         finally:
             keras.distribution.set_distribution(distribution)

@@ -242,9 +242,8 @@ def _bind_state(
     traced_step.__name__ = traced_step.__qualname__ = getattr(step, "func", step).__name__
     run_step = traced_step
     if not model.run_eagerly and model.jit_compile:
-        donated = (0,) if is_training else ()
         shardings = output_sharding, state.shardings[num_unchanged:]
-        run_step = jax.jit(traced_step, donate_argnums=donated, out_shardings=shardings)
+        run_step = jax.jit(traced_step, donate_argnums=(0,) if is_training else (), out_shardings=shardings)
 
     def run(data: Any) -> Any:
         values = state.read()
