@@ -210,6 +210,45 @@ def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[Non
     return replaced_in_each((one, {"_backend_update_step": one_by_one(one)}) for one in optimizers)
 
 
+def updating_at_once(optimizer: Any, kernel: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which Adam, AdamW and SGD on torch update all weights in one call; others as they do.
+
+    Keras 3.15: those for torch have a dozen calls for all weights in `_backend_update_step`. No public switch. The
+    formulas are those of `torch_adam.py` and `torch_sgd.py`.
+
+    Args:
+        optimizer: any.
+        kernel: updates weights of one type. It gets lists of them, gradients, momentums and velocities, the rate, the
+            factor of weight decay or None, a list of who decays, and momentum and `nesterov`, or the betas and epsilon.
+    """
+    is_sgd = isinstance(optimizer, keras.optimizers.SGD)
+    is_adam = isinstance(optimizer, keras.optimizers.Adam) and not optimizer.amsgrad
+    if not is_of_keras(type(optimizer)) or not (is_sgd or is_adam):
+        return contextlib.nullcontext()
+
+    def update(gradients: list[Any], weights: list[Any], learning_rate: Any) -> None:
+        for dtype in dict.fromkeys(weight.dtype for weight in weights):
+            own, given = zip(*(pair for pair in zip(weights, gradients) if pair[0].dtype == dtype))
+            places = list(map(optimizer._get_variable_index, own))
+            decay, rate = None, ops.cast(learning_rate, dtype)
+            if optimizer.weight_decay is not None:
+                decay = ops.cast(1 - optimizer.weight_decay * learning_rate, dtype)
+            if is_sgd:
+                slots = [optimizer.momentums if optimizer.momentum else [], []]
+                numbers = [optimizer.momentum, float(optimizer.nesterov)]
+            else:
+                slots = [optimizer._momentums, optimizer._velocities]
+                numbers = [optimizer.beta_1, optimizer.beta_2, optimizer.epsilon]
+                step = ops.cast(optimizer.iterations + 1, dtype)
+                power_1, power_2 = (ops.power(ops.cast(beta, dtype), step) for beta in numbers[:2])
+                rate = rate * ops.sqrt(1 - power_2) / (1 - power_1)
+            lists = [[each[place].value for place in places] if each else [] for each in slots]
+            decays = [decay is not None and optimizer._use_weight_decay(weight) for weight in own]
+            kernel([weight.value for weight in own], list(given), *lists, rate, decay, decays, numbers)
+
+    return replaced(optimizer, _backend_update_step=update, _apply_weight_decay=lambda weights: None)
+
+
 def has_branches(optimizer: Any) -> bool:
     """Returns whether some steps of an optimizer do what others do not, and the replicas meet within that."""
     if inner_optimizer(optimizer) is not optimizer:  # a LossScaleOptimizer lets them meet before

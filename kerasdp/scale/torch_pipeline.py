@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 
 from kerasdp.backends.torch.devices import TorchStrategy, listen_on_loopback
-from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
+from kerasdp.backends.torch.train_step import numbers_made_on, to_host
+from kerasdp.backends.torch.update import updating
 from kerasdp.config import Config
 from kerasdp.contract import DeviceBatch, StepFunctions, Trained
 from kerasdp.data.sampling import ReplicaRows, Split
@@ -259,7 +260,7 @@ class Pipeline:
                 gradients = [None if gradient is None else torch.where(is_finite, gradient, nan.to(gradient.dtype))
                              for gradient in gradients]  # fmt: skip
         if any(gradient is not None for gradient in gradients):
-            with updating_on(self.strategy.device, optimizer), updating_some(optimizer, weights):
+            with updating(optimizer), updating_some(optimizer, weights):
                 optimizer.apply(gradients, weights)
         if self.idle_source is not None:
             for variable in self.shared:

@@ -65,8 +65,8 @@ def captured(model):
     model.reset_metrics()
     own = strategy()
     steps = CompiledTraining(own, RankSteps(own, model))
-    data = (torch.from_numpy(X), torch.from_numpy(Y), None)
-    return steps, data
+    leaves = [torch.from_numpy(X), torch.from_numpy(Y)]
+    return steps, (DeviceBatch(*leaves, None, range(len(X))), Detail.NOTHING, leaves)
 
 
 @pytest.mark.parametrize(
@@ -79,26 +79,28 @@ def captured(model):
     ids=["foreign", "wrapped", "normed"],
 )
 def test_what_cannot_be_captured_is_refused(make, reason):
-    steps, data = captured(new_model(make()))
+    steps, arguments = captured(new_model(make()))
     with pytest.raises(ValueError, match=reason):
-        steps._captured(data, Detail.NOTHING, len(X))
+        steps._captured(*arguments)
 
 
-def test_compiling_may_begin_again(monkeypatch):
-    """torch.compile raises, within the compiler, what it takes itself for an order to call it again."""
-    answers = [RuntimeError("begin again"), "compiled"]
+def test_inductor_knows_that_variables_stay_in_place(monkeypatch):
+    """Else it would make no CUDA graph of a step, which changes them."""
+    steps, arguments = captured(new_model())
+    graph, _ = steps._captured(*arguments)
+    import torch._inductor.compile_fx
 
-    def compile_once(*_):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    known, original = [], torch._inductor.compile_fx.get_static_input_idxs
 
-    monkeypatch.setattr(compiled_step, "compile_with_inductor", compile_once)
-    compiler = compiled_step._Compiler(SingleProcess(), {})
-    with pytest.raises(RuntimeError, match="begin again"):
-        compiler(None, [])
-    assert compiler(None, []) == "compiled"
+    def stop(num_fixed):
+        known.extend(original(num_fixed))
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "get_static_input_idxs", stop)
+    num_values, leaves = len(steps.values), arguments[-1]
+    with pytest.raises(RuntimeError, match="seen"):
+        compiled_step.compile_with_inductor(graph, [*steps.values, *leaves], num_values, {})
+    assert known == list(range(len(list(graph.buffers())) + num_values))
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ def started(number, program=PROGRAM, variables=(), warm=None, **settings):
 
 
 def results_of(processes, timeout=200):
-    """What each printed behind RESULT."""
+    """What each host printed behind RESULT: of its processes the one with rank 0 has more to say than null."""
     done = [finish(process, timeout) for process in processes]
     for each in done:
         assert each.returncode == 0, each.stdout + each.stderr
-    lines = [[line for line in each.stdout.splitlines() if line.startswith("RESULT ")] for each in done]
-    return [json.loads(found[0].removeprefix("RESULT ")) if found else None for found in lines]
+    found = [[line[7:] for line in each.stdout.splitlines() if line.startswith("RESULT ")] for each in done]
+    return [next(filter(None, map(json.loads, lines)), None) for lines in found]
 
 
 def alone(**settings):

@@ -104,22 +104,25 @@ def train(image, runs, layer, net, found, runner):
 @contextlib.contextmanager
 def watched(found, runs):
     """The context in which the steps that are captured are looked at, instead of compiled."""
-    from kerasdp.backends.torch.compiled_step import CompiledStep
+    from kerasdp.backends.torch import compiled_step
     from kerasdp.keras_compat.patches import replaced, wrapped
 
     def capture(captured, graphs, *args):
-        graph = captured(graphs, *args)
+        graph, places = captured(graphs, *args)
         found[graphs.name] = counts(graph)
-        return graph
+        return graph, places
 
-    def compiled(graph, **_):
+    def compiled(graph, *_):
         if runs:
-            return graph
+            return torch.no_grad()(graph)
         (leaves,) = graph.graph.output_node().args
-        results = [leaf if leaf is None else zeros(leaf.meta["val"]) for leaf in leaves]
-        return lambda *_: graph.graph.process_outputs(results)
+        results = [zeros(leaf.meta["val"]) for leaf in leaves]
+        return lambda *_: results
 
-    with wrapped(CompiledStep, _captured=capture), replaced(torch, compile=compiled):
+    with (
+        wrapped(compiled_step.CompiledStep, _captured=capture),
+        replaced(compiled_step, compile_with_inductor=compiled),
+    ):
         yield
 
 

@@ -8,6 +8,7 @@ break at each layer) is slower.
 import abc
 import contextlib
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,17 +27,14 @@ from kerasdp.backends.torch.graph_passes import (
 )
 from kerasdp.backends.torch.private import (
     all_reduce_async,
-    compile_error,
     compile_with_inductor,
-    is_being_captured,
-    mark_static_addresses,
     wait,
 )
-from kerasdp.backends.torch.train_step import RankSteps, flat, unflat, updating_on
+from kerasdp.backends.torch.train_step import RankSteps, flat, unflat
+from kerasdp.backends.torch.update import updating
 from kerasdp.contract import DeviceBatch
 from kerasdp.processes import watchdog
 from kerasdp.processes.error_text import in_a_line
-from kerasdp.processes.ranks import Processes
 from kerasdp.reporting import report
 from kerasdp.run_state import Detail
 from kerasdp.step.fit_step import fit_step
@@ -74,9 +72,7 @@ class CompiledStep(abc.ABC):
         self.parts, self.model, self.weights = parts, steps.model, TrainedWeights(steps.model)
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [raw_value(variable).detach() for variable in variables]
-        if strategy.is_gpu:
-            mark_static_addresses(self.values)
-        self.graphs: dict[Any, Callable[..., Any]] = {}
+        self.graphs: dict[Any, tuple[Callable[..., Any], Any]] = {}
         self.reason = ""
 
     @abc.abstractmethod
@@ -124,61 +120,61 @@ class CompiledStep(abc.ABC):
         """Runs the step on a batch; returns its result, or None if it cannot be compiled."""
         import keras
 
-        data = tuple(batch[:3])
-        shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
+        parts = keras.tree.flatten(tuple(batch[:3]))
+        leaves = [leaf for leaf in parts if leaf is not None]
+        shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in parts]
         key = (detail, len(batch.indices), self.strategy.split.micro_batch_rows, self.kind(), *shapes)
-        if key in self.graphs:
-            return self._run(self.graphs[key], data)
-        if self.reason:
+        if key not in self.graphs and not self.reason:
+            with watchdog.current.compiling():
+                self._compile(key, batch, detail, leaves)
+        if key not in self.graphs:
             return None
-        with watchdog.current.compiling():
-            return self._first(key, data, detail)
+        graph, places = self.graphs[key]
+        found = graph(*self.values, *leaves)
+        if self.strategy.is_gpu:  # a CUDA graph gives the same memory each time, and losses are read later
+            found = [tensor.clone() for tensor in found]
+        return keras.tree.map_structure(lambda place: None if place is None else found[place], places)
 
-    def _run(self, graph: Callable[..., Any], data: Any) -> Any:
-        with torch.no_grad():
-            result = graph(self.values, data)
-        if not self.strategy.is_gpu:
-            return result
-        import keras
-
-        # A CUDA graph gives the same memory each time, and losses are read later.
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf.clone(), result)
-
-    def _first(self, key: Any, data: Any, detail: Any) -> Any:
+    def _compile(self, key: Any, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]) -> None:
+        """Compiles the step for a kind of batch, on all ranks; sets `reason` if one cannot."""
         if len(self.graphs) == _MOST_GRAPHS:
             self._give_up(f"batches of more than {_MOST_GRAPHS} shapes are not compiled")
-            return None
-        reason = ""
+            return
+        reason, any_rank = "", self.strategy.processes.any_rank
         try:
-            graph = self._captured(data, detail, key[1])
+            graph, places = self._captured(batch, detail, leaves)
         except Exception as error:  # whatever a layer's Python does with fake tensors
             reason = f"{_place(error)} cannot be captured as a graph: {in_a_line(error, 1)}"
             # cuDNN's kernel of LSTM and GRU cannot be differentiated without its buffer of weights, of which a capture
             # (torch 2.13) knows nothing. It is as fast as a graph of all of its steps.
             if "weight_buf" in str(error):
                 reason = f"a recurrent layer of {self.model.name} runs by cuDNN's own kernel, which no graph holds"
-        processes = self.strategy.processes
-        if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
+        if any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
-            return None
-        compiler = _Compiler(processes, inductor_options(self.strategy))
-        compiled = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
+            return
         try:
-            result = self._run(compiled, data)
-        except compile_error() as error:  # raised while compiling, before anything ran
-            if not compiler.has_agreed:  # it was never called, and the other ranks wait for this one's answer
-                processes.any_rank(True)
-            self._give_up(f"the step cannot be compiled ({in_a_line(compiler.error or error, 0)})")
-            return None
-        self.graphs[key] = compiled
-        return result
+            compiled = compile_with_inductor(
+                graph, [*self.values, *leaves], len(self.values), inductor_options(self.strategy)
+            )
+        except Exception as error:
+            reason = in_a_line(error, 0)
+        if any_rank(bool(reason)):
+            self._give_up(f"the step cannot be compiled ({reason or 'on another rank'})")
+            return
+        self.graphs[key] = compiled, places
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         if self.strategy.processes.rank == 0:
             report.warn(f"{reason}: {self.name} runs without --compile, which is slower")
 
-    def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
+    def _captured(
+        self, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]
+    ) -> tuple[torch.fx.GraphModule, Any]:
+        """Returns the step as a graph of the variables' values and these leaves of the batch.
+
+        Also returns what the step returns, with the place of each tensor among those that the graph returns.
+        """
         import keras
 
         from kerasdp.keras_compat.layers import all_layers
@@ -187,13 +183,20 @@ class CompiledStep(abc.ABC):
             if isinstance(layer, keras.layers.TorchModuleWrapper):
                 raise ValueError(f"{layer.name} wraps a torch.nn.Module")
 
-        def step(values: list[torch.Tensor], data: Any) -> Any:
-            # What is written to a float64 without axes, torch.compile (2.13, `aot_autograd`) loses, since it takes it
-            # for a Python number. Not what is written to a view of it.
-            values = [value if value.ndim else value.view(()) for value in values]
-            return self.step(values, DeviceBatch(data[0], data[1], data[2], range(num_rows)), detail)
+        num_values = len(self.values)
+        results = list[Any]()
 
-        graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
+        def step(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            # What is written to a float64 without axes, `aot_autograd` (torch 2.13) loses, since it takes it for a
+            # Python number. Not what is written to a view of it.
+            values = [value if value.ndim else value.view(()) for value in inputs[:num_values]]
+            given = iter(inputs[num_values:])
+            data = keras.tree.map_structure(lambda leaf: None if leaf is None else next(given), tuple(batch[:3]))
+            inputs_of_step = DeviceBatch(data[0], data[1], data[2], range(len(batch.indices)))
+            results.append(self.step(values, inputs_of_step, detail))
+            return tuple(leaf for leaf in keras.tree.flatten(results[0]) if leaf is not None)
+
+        graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*self.values, *leaves)
         refuse_exchanges(graph.graph)
         refuse_draws(graph.graph)
         if self.strategy.split.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
@@ -204,7 +207,8 @@ class CompiledStep(abc.ABC):
             overlap_parts(graph.graph)
         number_messages(graph.graph)
         graph.recompile()
-        return graph
+        places = itertools.count()
+        return graph, keras.tree.map_structure(lambda leaf: None if leaf is None else next(places), results[0])
 
     def _bring_to_device(self, graph: torch.fx.GraphModule) -> None:
         left = bring_to_device(graph, self.strategy.device)
@@ -292,23 +296,18 @@ class RankInGraph(RankSteps):
     def update(self, update: Callable[[], None]) -> None:
         """See `Replica`. This rank updates its parts, if it has parts."""
         from kerasdp.keras_compat.layers import InnerScope
-        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
 
         optimizer, scope = self.model.optimizer, self.scope
         values = [
             (variable, value if id(variable) in self._trained else scope.state_mapping[id(variable)])
             for variable, value in zip(self._variables, self._values)
         ]
-        is_captured = any(is_being_captured(value) for _, value in values)
         with contextlib.ExitStack() as stack:
             if self.parts is not None:
                 values = [(variable, self.parts.own(variable, value)) for variable, value in values]
                 stack.enter_context(self.parts.updating(optimizer))
-            stack.enter_context(
-                updating_one_by_one(optimizer) if is_captured else updating_on(self.strategy.device, optimizer)
-            )
+            stack.enter_context(updating(optimizer))
             updated = stack.enter_context(InnerScope(values))
-            stack.enter_context(deciding_on_device(optimizer))
             update()
         # Not `assign`, which takes no parts; and of all: Keras (3.15) changes values of an eager step in place.
         for variable, _ in values:
@@ -325,13 +324,11 @@ class CompiledOwnStep(CompiledStep):
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
         from kerasdp.keras_compat.layers import InnerScope
-        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
 
         begun = zip(self.variables, values)
         with torch.no_grad(), InnerScope(begun) as scope, contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
-                stack.enter_context(updating_one_by_one(optimizer))
-                stack.enter_context(deciding_on_device(optimizer))
+                stack.enter_context(updating(optimizer))
             logs, _ = self.steps.own_step("train_step", batch)
         with torch.no_grad():
             self.write(values, scope)
@@ -369,37 +366,6 @@ def inductor_options(strategy: Any) -> dict[str, bool]:
         # run, or on another rank, whose weights would differ from then on.
         options["deterministic"] = True
     return options
-
-
-class _Compiler:
-    """Compiles a graph with Inductor, and raises on all ranks if it raises on one.
-
-    torch.compile calls it before the graph first runs: in that run, a rank that has a graph would wait in its first
-    collective for one that has none.
-
-    Attributes:
-        has_agreed: whether it has been called.
-        error: of this rank, or that there is one elsewhere.
-    """
-
-    def __init__(self, processes: Processes, options: dict[str, bool]):
-        self.processes, self.options = processes, options
-        self.has_agreed = False
-        self.error: Exception | None = None
-
-    def __call__(
-        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor | int | torch.SymInt | None]
-    ) -> Callable[..., Any]:
-        self.error = None  # torch.compile (2.13) takes some errors for an order to begin again, and repeats this call
-        try:
-            compiled = compile_with_inductor(graph, inputs, self.options)
-        except Exception as error:
-            self.error = error
-        self.has_agreed = True
-        if self.processes.any_rank(self.error is not None):
-            self.error = self.error or RuntimeError("on another rank")
-            raise self.error
-        return compiled
 
 
 def _place(error: Exception) -> str:

@@ -10,7 +10,8 @@ import torch
 from kerasdp.backends.torch.devices import TorchStrategy, timeout_of
 from kerasdp.backends.torch.gradients import num_differentiated
 from kerasdp.backends.torch.private import without_numbers
-from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
+from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host
+from kerasdp.backends.torch.update import updating
 from kerasdp.config import Config
 from kerasdp.contract import DeviceBatch, StepFunctions, T, Trained
 from kerasdp.data.sampling import Split
@@ -96,7 +97,7 @@ class DataParallel(TorchStrategy):
                 done = compiled(batch, detail)
             if done is None and is_own:
                 before = num_differentiated()
-                with numbers_made_on(self.device), updating_on(self.device, getattr(model, "optimizer", None)):
+                with numbers_made_on(self.device), updating(getattr(model, "optimizer", None)):
                     logs, _ = steps.own_step("train_step", batch)
                 is_captured = num_differentiated() > before + 1
                 done = logs.get("loss"), None, logs, {}

@@ -1,9 +1,10 @@
 """Holds all private names of torch in use."""
 
 import contextlib
+import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,16 +12,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-from kerasdp.keras_compat.patches import wrapped
-
-
-def compile_error() -> type[Exception]:
-    """Returns what a compiled function raises where it cannot be compiled, before it has done anything.
-
-    Torch 2.13: `torch._dynamo.exc.TorchDynamoException`; no public name.
-    """
-    return torch._dynamo.exc.TorchDynamoException
 
 
 @contextlib.contextmanager
@@ -42,16 +33,58 @@ def tensors_let_go() -> Iterator[None]:
         raise
 
 
-def compile_with_inductor(
-    graph: torch.fx.GraphModule, inputs: list[torch.Tensor | int | torch.SymInt | None], options: dict[str, bool]
-) -> Callable[..., object]:
-    """Compiles a graph that torch.compile has captured; nothing runs.
+# Torch 2.13: of lists of tensors. The public optimizers count steps, and divide by them, themselves.
+foreach_mul, foreach_mul_ = torch._foreach_mul, torch._foreach_mul_
+fused_adam_, fused_sgd_ = torch._fused_adam_, torch._fused_sgd_
 
-    Torch 2.13: `torch._inductor.compile`; what `torch.compile` does by itself leaves no place between the two.
+
+def compile_with_inductor(
+    graph: torch.fx.GraphModule, inputs: list[Any], num_static: int, options: dict[str, bool]
+) -> Callable[..., Any]:
+    """Compiles a graph of tensors; nothing runs.
+
+    Torch 2.13: `torch._inductor.compile`. The public `torch.compile` walks through the whole graph once more, and
+    looks at each input again before each call.
+
+    Args:
+        graph: of `make_fx`.
+        inputs: as those that it will get.
+        num_static: so many inputs, the first ones, stay where they are in memory. Else Inductor makes no CUDA graph of
+            a step that changes them. It knows that only of the graphs that `torch.compile` makes: by these marks.
+        options: of Inductor.
     """
     import torch._inductor
+    from torch._dynamo.source import LocalSource
 
-    return torch._inductor.compile(graph, inputs, options=options)
+    _lower_updates()
+    known: Any = graph
+    graph.meta["dynamo_compile_id"] = None
+    known._param_name_to_source = {name: LocalSource(name) for name, _ in graph.named_buffers()}
+    for place, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        node._dynamo_source = None
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if place < num_static else {}
+    with torch.no_grad():
+        return torch._inductor.compile(graph, inputs, options)
+
+
+@functools.cache
+def _lower_updates() -> None:
+    """Lets Inductor compute what reads a weight before an update changes it.
+
+    Torch 2.13: `torch._inductor.ir.FallbackKernel` enters itself into the program, then what reads the tensors that it
+    changes and is not computed yet: that would read new values.
+    """
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.virtualized import V
+
+    update: Any = torch.ops.kerasdp.update_.default
+
+    @register_lowering(update, type_promotion_kind=None)
+    def lower(*args: Any) -> Any:
+        for argument, tensors in zip(update._schema.arguments, args):
+            for tensor in tensors if argument.is_write else ():
+                V.graph.mark_buffer_mutated(tensor.get_name())
+        return fallback_handler(update, add_to_fallback_set=False)(*args)
 
 
 def force_strides() -> Callable[..., torch.Tensor]:
@@ -78,31 +111,6 @@ def is_being_captured(tensor: torch.Tensor) -> bool:
     Torch 2.13: `FakeTensor`. The public `torch.compiler.is_compiling` knows of `torch.compile`, not of `make_fx`.
     """
     return isinstance(tensor, FakeTensor)
-
-
-def foreach_add_of_tensors() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which `torch._foreach_add_` multiplies by an `alpha` that is a tensor, unread.
-
-    Torch 2.13: it takes a Python number, for which it reads the tensor, and so waits for the device. Keras' (3.15) SGD
-    and Adadelta give it the learning rate. No public name.
-    """
-
-    def of_tensors(add: Callable[..., None], tensors: Any, others: Any, *, alpha: Any = 1) -> None:
-        if isinstance(alpha, torch.Tensor):
-            others, alpha = torch._foreach_mul(others, alpha), 1
-        # Only of lists there is an `alpha`.
-        add(tensors, others, alpha=alpha) if isinstance(others, (list, tuple)) else add(tensors, others)
-
-    return wrapped(torch, _foreach_add_=of_tensors)
-
-
-def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
-    """Says that tensors stay where they are in memory, else Inductor makes no CUDA graph of a step that changes them.
-
-    Torch 2.13: `torch._dynamo.mark_static_address`; no public way.
-    """
-    for tensor in tensors:
-        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def leave_process_group() -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import torch
 
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.gradients import detached
-from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
+from kerasdp.backends.torch.private import all_reduce_async, wait
+from kerasdp.backends.torch.update import updating
 from kerasdp.contract import DeviceBatch, ShardPass, Trained
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import replaced
@@ -58,7 +59,7 @@ class RankSteps(ShardSteps):
 
     def update(self, update: Callable[[], None]) -> None:
         """See `Replica`."""
-        with updating_on(self.strategy.device, self.model.optimizer):
+        with updating(self.model.optimizer):
             update()
 
     @torch.no_grad()
@@ -257,31 +258,6 @@ def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[N
         return on_host.pin_memory().to(device, non_blocking=True)
 
     return replaced(torch, as_tensor=as_tensor)
-
-
-@contextlib.contextmanager
-def updating_on(device: torch.device, optimizer: Any) -> Iterator[None]:
-    """Lets an optimizer of Keras update the weights of an eager step on a GPU without a wait; elsewhere as it does.
-
-    What cannot be helped: `gradient_accumulation_steps` asks in each step whether it is time to update.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    import keras
-
-    from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_one_by_one
-
-    with contextlib.ExitStack() as stack:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            stack.enter_context(deciding_on_device(optimizer))
-        if optimizer is not inner_optimizer(optimizer) or isinstance(optimizer, keras.optimizers.Nadam):
-            # Nadam's (3.15) way to update all variables in one call reads two numbers; that of `deciding_on_device`
-            # needs updates that leave the variables as they are.
-            stack.enter_context(updating_one_by_one(optimizer))
-        else:
-            stack.enter_context(foreach_add_of_tensors())
-        yield
 
 
 class TrainedModel(torch.nn.Module):
