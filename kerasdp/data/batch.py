@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
-from kerasdp.data.sources import as_arrays, in_floatx, num_samples, take_rows
+from kerasdp.data.sources import ArraySource, as_arrays, in_floatx, num_samples, take_rows
 from kerasdp.run_state import RunState
 
 
@@ -41,6 +41,9 @@ class Batch:
     indices: np.ndarray
     own_indices: np.ndarray
 
+
+# Bytes of inputs in memory that are copied sooner than a thread is told to do it.
+_FEW_BYTES = 2**20
 
 # Raises `UserError` if a batch, by its number in the epoch, is one that a model cannot learn from.
 BatchCheck = Callable[[Batch, int], None]
@@ -72,7 +75,8 @@ class Reader(abc.ABC):
     Attributes:
         split: of a batch over all replicas.
         num_batches: of an epoch; None if the data does not tell.
-        num_threads: that read at once.
+        num_threads: that read at once, ahead of the training. 0: a batch is read when the training takes it, as of
+            samples in memory, which draw nothing and have no end of an epoch.
         name: of the data set, if it has one.
         check: looks at each batch that is read for a feed, if there is one.
         hands_out: whether batches come from another process, so that all processes must take equally many.
@@ -130,7 +134,8 @@ class SampleReader(Reader):
         self._kept = DeviceCache(in_floatx(as_arrays(source.arrays))) if is_kept else None
         self.source, self.order, self.split = source, order, split
         self.num_batches = order.num_batches
-        self.num_threads = source.num_threads
+        is_small = type(source) is ArraySource and source.num_bytes * order.batch_size <= _FEW_BYTES * order.num_samples
+        self.num_threads = 0 if is_small else source.num_threads
         self.name = getattr(source, "name", "")
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
@@ -166,8 +171,8 @@ class Feed:
     ):
         """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
 
-        `shard_batch` brings a batch to this process's devices; it is called in the reading threads. Each batch is read
-        in a context that `reading` gives.
+        `shard_batch` brings a batch to this process's devices; it is called in the reading threads, if there are any.
+        These read in a context that `reading` gives.
         """
         self.reader, self.shard_batch, self._reading = reader, shard_batch, reading
         self.num_batches = reader.num_batches
@@ -177,7 +182,9 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
-        self._running = self._batches()
+        start, is_ahead = self.run_state.num_skipped, self.reader.num_threads > 0
+        reads = enumerate(self.reader.epoch(self.run_state.epoch, start), start)
+        self._running = self._ahead(reads, start) if is_ahead else (self._read_and_shard(*task) for task in reads)
         return self._running
 
     def close(self) -> None:
@@ -187,12 +194,10 @@ class Feed:
             self._running.close()
         self._running, self._is_left_in_order = None, False
 
-    def _batches(self) -> Generator[Any, None, None]:
-        start = self.run_state.num_skipped
-        threads, number = _Threads(self.reader.num_threads), start
+    def _ahead(self, reads: Iterator[Any], number: int) -> Generator[Any, None, None]:
+        threads = _Threads(self.reader.num_threads)
         ahead: collections.deque[Future[Any]] = collections.deque()
         try:
-            reads = enumerate(self.reader.epoch(self.run_state.epoch, start), start)
             while True:
                 while len(ahead) <= 2 * self.reader.num_threads and (task := next(reads, None)) is not None:
                     ahead.append(threads.submit(self._read_and_shard, *task))
@@ -214,13 +219,11 @@ class Feed:
                 self.reader.end_epoch(number)
 
     def _read_and_shard(self, number: int, read: Callable[[], Batch | None]) -> Any:
-        with self._reading():
+        with self._reading() if self.reader.num_threads else nullcontext():
             batch = read()
-        if batch is None:
-            return None
-        if self.reader.check is not None:
+        if batch is not None and self.reader.check is not None:
             self.reader.check(batch, number)
-        return self.shard_batch(batch)
+        return None if batch is None else self.shard_batch(batch)
 
 
 class _Threads:

@@ -201,6 +201,8 @@ class Split:
         Each replica has its rows of the first micro-batch, then its rows of the next. Padding is the last row of the
         micro-batch.
         """
+        if self.num_replicas == 1 and self.micro_batch_rows is None:
+            return np.arange(num_rows)
         rank, num_processes = self.shard
         count = self.num_replicas // num_processes
         micro_batches = self.micro_batches(num_rows)

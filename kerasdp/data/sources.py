@@ -68,11 +68,11 @@ class ArraySource:
 
     def inputs(self, indices: np.ndarray) -> Any:
         """See `Source`."""
-        return in_floatx(take_rows(self.arrays, indices))
+        return in_floatx(self.arrays, indices)
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
         """See `Source`."""
-        return in_floatx(take_rows(self.all_targets, indices))
+        return in_floatx(self.all_targets, indices)
 
 
 def read_image(path: str, size: tuple[int, int], channels: int) -> np.ndarray:
@@ -142,16 +142,16 @@ def as_arrays(structure: Any) -> Any:
     return keras.tree.map_structure(as_array, structure)
 
 
-def in_floatx(structure: Any) -> Any:
-    """Returns the arrays of a structure, those of floating-point numbers in Keras' float type, as `keras.Model.fit`."""
+def in_floatx(structure: Any, rows: Any = ...) -> Any:
+    """Returns some rows of the arrays of a structure, floating-point numbers in Keras' type, as `keras.Model.fit`."""
     return keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else leaf.astype(_type_of_rows(leaf.dtype), copy=False), structure
+        lambda leaf: leaf if leaf is None else leaf[rows].astype(_type_of_rows(leaf.dtype), copy=False), structure
     )
 
 
 def _type_of_rows(dtype: np.dtype) -> np.dtype:
     """Returns the type of a batch of numbers of some type; bfloat16 is of no kind that NumPy has."""
-    return np.dtype(keras.config.floatx()) if "float" in dtype.name else dtype
+    return np.dtype(keras.config.floatx()) if dtype.kind not in "biu" and "float" in dtype.name else dtype
 
 
 def digest_of(arrays: Iterable[Any]) -> str:

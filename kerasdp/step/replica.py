@@ -99,7 +99,7 @@ class TrainedWeights:
         Raises:
             UserError: if the optimizer was not built for some of them.
         """
-        key = tuple(part.trainable for part in self._parts)
+        key = tuple([part.trainable for part in self._parts])
         if key not in self._known:
             require_known_weights(self._model)
             self._known.add(key)

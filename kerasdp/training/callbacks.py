@@ -106,6 +106,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
         if self.checkpointer:
             self.checkpointer.begin_epoch()
         super().on_epoch_begin(epoch, logs)
+        self._listening = {
+            event: [each for each in self.callbacks if _is_listening(each, event)] for event in _BATCH_EVENTS
+        }
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Tells of a batch that is to be trained."""
+        self._call_listening("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tells of a batch that was trained, stops the training where it is to end, writes a checkpoint if it is due.
@@ -116,7 +123,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self._trained.stop_training = True
         signals.leave_if_asked()
         self._call_listening("on_train_batch_end", batch, logs)
-        if self._has_callbacks:  # to ask is to wait for the last rank's host
+        if self._has_callbacks and self._strategy.processes.num_processes > 1:  # to ask is to wait for the last one
             self._stop_alike()
         self.state.after_batch(is_stopping=self._trained.stop_training)
         if self.checkpointer:
@@ -179,18 +186,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
 
     def _call_listening(self, event: str, batch: int, logs: Any) -> None:
         """Converts the logs of a step, which waits for the device, only for callbacks that look at them."""
-        numbers = None
-        for callback in self.callbacks:
-            method = getattr(callback, event)
-            # Keras' default one of a training step calls the older `on_batch_end`, as TerminateOnNaN has.
-            is_deaf = _is_default(callback, event) and (
-                event == "on_test_batch_end" or _is_default(callback, "on_batch_end")
-            )
-            if isinstance(callback, _CONVERT_THEMSELVES):
-                method(batch, logs=logs)
-            elif not is_deaf:
-                numbers = as_numbers(logs) if numbers is None else numbers
-                method(batch, logs=numbers)
+        for callback in self._listening[event]:  # the user's come last
+            logs = logs if isinstance(callback, _CONVERT_THEMSELVES) else as_numbers(logs)
+            getattr(callback, event)(batch, logs=logs)
 
     def close(self) -> None:
         """Closes the files, also of a run that failed."""
@@ -199,9 +197,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
             report.warn(f"could not be written: {missing}")
 
 
-def _is_default(callback: keras.callbacks.Callback, event: str) -> bool:
-    """Returns whether a callback leaves a method as Keras has it."""
-    return getattr(getattr(callback, event), "__func__", None) is getattr(keras.callbacks.Callback, event)
+def _is_listening(callback: keras.callbacks.Callback, event: str) -> bool:
+    """Returns whether a callback does not leave an event as Keras has it.
+
+    Keras' default one of a training step calls the older `on_batch_end`, as TerminateOnNaN has.
+    """
+    default = keras.callbacks.Callback
+    names = {event, event.replace("train_", "")}
+    return any(getattr(getattr(callback, name), "__func__", None) is not getattr(default, name) for name in names)
 
 
 def _verbosity(verbose: str | int | None, config: Config) -> str | int:
@@ -239,5 +242,6 @@ def _checked(
     return callbacks or []
 
 
+_BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end", "on_test_batch_end")
 # They convert the logs when they show or write them, if at all.
 _CONVERT_THEMSELVES = (Recorder, Progress)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -52,6 +51,8 @@ class DataParallel(Strategy):
         shard = self.processes.rank, self.processes.num_processes
         self.split = Split(devices.count, shard, is_one_program=True)
         self.replicated, self.by_rows = shardings_over(self.devices)
+        # There JAX (0.10.2) takes NumPy's arrays as a program's arguments in a tenth of the time of `device_put`.
+        self._takes_arrays = devices.count == 1 and not devices.is_accelerator
 
     @functools.cached_property
     def _distribution(self) -> "keras.distribution.Distribution":
@@ -81,9 +82,9 @@ class DataParallel(Strategy):
         kept = batch.inputs.kept if isinstance(batch.inputs, CachedRows) else None
         inputs = batch.inputs if kept is None else batch.inputs.numbers
         found = DeviceBatch(inputs, batch.targets, batch.sample_weight, batch.indices.astype("int32"))
-        leaves, structure = jax.tree.flatten(found)
-        shardings = [*itertools.repeat(self.by_rows, len(leaves) - 1), self.replicated]  # the last are the indices
-        found = jax.tree.unflatten(structure, put_each(leaves, shardings))
+        if self._takes_arrays:
+            return found
+        found = put_each(found, DeviceBatch(self.by_rows, self.by_rows, self.by_rows, self.replicated))
         if kept is None:
             return found
         whole = kept.copies(lambda arrays: jax.tree.map(lambda leaf: put_rows(leaf, self.replicated), arrays))

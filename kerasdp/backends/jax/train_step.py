@@ -53,20 +53,14 @@ class ModelState:
         """Returns the values: the lists that were written last, unless a variable was set since.
 
         Keras (3.15) lets two variables hold one array after `assign`, as weights and their averages at the end of a
-        training. A step cannot donate one array twice, so the second one is copied.
+        training. A step cannot donate one array twice, so all but the last one are copied.
         """
-        from kerasdp.keras_compat.layers import raw_value
+        from kerasdp.keras_compat.layers import raw_values
 
-        values = [raw_value(variable) for variable in self._variables]
+        values = raw_values(self._variables)
         if self._last is None or not all(map(operator.is_, values, self._last_values)):
-            seen: set[int] = set()
-
-            def unshared(value: jax.Array) -> jax.Array:
-                is_duplicate = id(value) in seen
-                seen.add(id(value))
-                return jnp.copy(value) if is_duplicate else value
-
-            given = map(unshared, values)
+            last = {id(value): place for place, value in enumerate(values)}
+            given = (value if last[id(value)] == place else jnp.copy(value) for place, value in enumerate(values))
             lists = tuple(list(itertools.islice(given, size)) for size in self._sizes)
             self.write(jax.device_put(lists, self.shardings))
         return self._last
@@ -240,7 +234,8 @@ def _bind_state(
 
     # The name of the program in profiles.
     traced_step.__name__ = traced_step.__qualname__ = getattr(step, "func", step).__name__
-    run_step = traced_step
+    # Eagerly a layer or a user-defined step gets arrays of JAX.
+    run_step: Any = lambda values, data: traced_step(values, jax.tree.map(jnp.asarray, data))  # noqa: E731
     if not model.run_eagerly and model.jit_compile:
         shardings = output_sharding, state.shardings[num_unchanged:]
         run_step = jax.jit(traced_step, donate_argnums=(0,) if is_training else (), out_shardings=shardings)
@@ -313,8 +308,7 @@ class WholeBatch(Replica):
         passes = super().passes(batch)
         if len(passes) > 1:
             return passes
-        inputs, targets, sample_weight = _cut(batch)
-        return [passes[0]._replace(batch=DeviceBatch(inputs, targets, sample_weight, batch.indices))]
+        return [passes[0]._replace(batch=DeviceBatch(*_cut(batch), batch.indices))]
 
     def rows_of(self, leaf: jax.Array, rows: slice, num_rows: int) -> jax.Array:
         """See `Replica`. They are taken from the rows of each device, so that nothing moves between devices."""
