@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
-from kerasdp.data.sources import ArraySource, as_arrays, in_floatx, num_samples, take_rows
+from kerasdp.data.sources import as_arrays, in_floatx, num_samples, take_rows
 from kerasdp.run_state import RunState
 
 
@@ -41,9 +41,6 @@ class Batch:
     indices: np.ndarray
     own_indices: np.ndarray
 
-
-# Bytes of inputs in memory that are copied sooner than a thread is told to do it.
-_FEW_BYTES = 2**20
 
 # Raises `UserError` if a batch, by its number in the epoch, is one that a model cannot learn from.
 BatchCheck = Callable[[Batch, int], None]
@@ -134,8 +131,7 @@ class SampleReader(Reader):
         self._kept = DeviceCache(in_floatx(as_arrays(source.arrays))) if is_kept else None
         self.source, self.order, self.split = source, order, split
         self.num_batches = order.num_batches
-        is_small = type(source) is ArraySource and source.num_bytes * order.batch_size <= _FEW_BYTES * order.num_samples
-        self.num_threads = 0 if is_small else source.num_threads
+        self.num_threads = source.num_threads
         self.name = getattr(source, "name", "")
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:

@@ -22,6 +22,8 @@ from kerasdp.same.random import DATA, portable_draws
 
 # Bytes of inputs that stay on each GPU without being asked to.
 MOST_ON_DEVICE = 2**30
+# Bytes of a batch's inputs in memory that are copied sooner than a thread can be asked to do it.
+_FEW_BYTES = 2**20
 
 
 class FitNumbers(ModelCache[int]):
@@ -80,7 +82,11 @@ def make_reader(
             num_samples=source.num_samples, batch_size=batch_size, seed=seed, shuffle=shuffle, steps_per_epoch=steps
         )
         is_kept = fitting and _stays_on_device(source, config, devices)
-        return SampleReader(source, order, split, is_kept)
+        reader = SampleReader(source, order, split, is_kept)
+        is_small = type(source) is ArraySource and source.num_bytes * batch_size <= _FEW_BYTES * source.num_samples
+        if is_small and not devices.is_accelerator:
+            reader.num_threads = 0
+        return reader
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
     if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):

@@ -45,10 +45,10 @@ NOTHING = {"read": 0, "sent": 0}
 @pytest.mark.parametrize(
     ("case", "step", "expected"),
     [
-        # Without the mends a step with SGD reads three numbers, and sends 32; with clipping 36. As on the CPU, SGD with
-        # momentum takes two calls for all weights, Adam three; one replica normalizes by the kernel of the device.
-        ("sgd", "fit", NOTHING | {"_foreach_add_": 2, "native_batch_norm": 1}),
-        ("adam", "fit", NOTHING | {"_foreach_add_": 3}),
+        # Without the mends a step with SGD reads three numbers, and sends 32; with clipping 36. An update is one call
+        # for all weights; one replica normalizes by the kernel of the device.
+        ("sgd", "fit", NOTHING | {"update_": 1, "native_batch_norm": 1}),
+        ("adam", "fit", NOTHING | {"update_": 1}),
         # A user-defined step does not tell its rate, so it is read for each line of `steps.jsonl`, here of each step.
         ("own step", "fit", NOTHING | {"read": 1}),
         ("sgd", "evaluate", NOTHING),

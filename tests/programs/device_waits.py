@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 # Steps of a short and of a long run, and samples of a step. The counts of the short run are subtracted from the counts
 # of the long one. The first run of a model has more than five steps: in the first five kerasdp reads the weights.
 SHORT, LONG, NUM_ROWS = 6, 12, 4
-KINDS = ("read", "sent", "native_batch_norm", "_foreach_add_")
+KINDS = ("read", "sent", "native_batch_norm", "update_")
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 
 
