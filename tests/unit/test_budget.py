@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 # commit, and in a comment here.
 CHOICES = 34
 PUBLIC_NAMES = 25
-LINES_OF_CODE = 14840
+LINES_OF_CODE = 14846  # six more: graphs of TensorFlow that were held for ever (`forget_gradients`)
 # Methods and attributes of what a backend must be.
 MEMBERS_OF_STRATEGY = 12
 
