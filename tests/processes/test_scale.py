@@ -27,8 +27,8 @@ GROWTH = {"torch": 0.5, "jax": 1.5, "tensorflow": 6.0}
 AS_USERS_DO = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT)}
 REPEATED = {"steps": 2000, "predictions": 2000, "epochs": 50, "launches": 20}
 # MiB that a rank may hold more at the end than after a tenth. Seen: steps 0.0 to 1.0, predictions 0.3 to 1.6, which are
-# the outputs and what allocators round up, epochs 0.1 to 0.4, launches 0.1 to 1.7, what jax caches. Where each launch of
-# TensorFlow on two devices left a graph, it was 48.
+# the outputs and what allocators round up, epochs 0.1 to 0.4, launches 0.1 to 1.7, what jax caches. Where each launch
+# of TensorFlow on two devices left a graph, it was 48.
 FLAT = 3.0
 
 
