@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import Any
 
 from kerasdp.config import Config
@@ -31,6 +33,8 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 # Models that the loops know, and their images; others are trained by kerasdp and plain Keras alone.
 SHAPES = {"convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3)}
 NUM_SAMPLES = 4096
+# What torch, jax and TensorFlow say of a device, and kerasdp of any.
+_WITHOUT_MEMORY = re.compile(r"out of memory|OOM when|RESOURCE_EXHAUSTED|too little memory", re.IGNORECASE)
 OPTIMIZER = "sgd(learning_rate=0.01, momentum=0.9)"
 
 
@@ -61,9 +65,10 @@ class Way:
 
 @dataclasses.dataclass(kw_only=True)
 class Contender(Way):
-    """A program that trains. `command` starts it."""
+    """A program that trains. `command` starts it; it is ended when it has run for `limit` seconds, if there is one."""
 
     command: tuple[str, ...]
+    limit: float | None = None
 
     def __str__(self) -> str:
         return self.title
@@ -179,6 +184,10 @@ class Program:
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout  # noqa: S101  # both are pipes
         self._requests, self._answers = self._process.stdin, self._process.stdout
+        self._timer = threading.Timer(contender.limit or 0, self._end_late)
+        self._is_late = False
+        if contender.limit is not None:
+            self._timer.start()
 
     def answer(self) -> dict[str, Any]:
         """Waits for its next line, and returns what it says.
@@ -190,8 +199,12 @@ class Program:
             if line.startswith("{"):
                 return json.loads(line)
         code = self._process.wait()
+        if self._is_late:
+            raise RunError(f"out of time ({self.contender.limit:.0f} s)")
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors if line.strip()]
+        if any(_WITHOUT_MEMORY.search(line) for line in lines):
+            raise RunError("out of memory")
         raise RunError(lines[-1] if lines else f"it ended with exit code {code}")
 
     def repeat(self) -> dict[str, Any]:
@@ -203,11 +216,27 @@ class Program:
 
     def end(self) -> None:
         """Ends all its processes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._timer.cancel()
+        self._kill()
         self._process.wait()
         self._answers.close()
         self._errors.close()
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def caches_in(folder: str) -> dict[str, str]:
+    """Returns the environment with which compiled programs are cached in a folder."""
+    return {
+        "XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "JAX_COMPILATION_CACHE_DIR": f"{folder}/jax",
+    }  # fmt: skip
 
 
 def _environment(contender: Contender) -> dict[str, str]:

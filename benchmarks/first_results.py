@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import Any
 
-from contenders import ONE_DEVICE, PEERS
+from contenders import ONE_DEVICE, PEERS, caches_in
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -41,13 +41,14 @@ def programs(backend: str, devices: int) -> dict[str, list[str]]:
 
 def seconds_of(command: list[str], cache: str) -> tuple[float, float]:
     """Runs a program; returns the seconds to the end of its first step, and of all of it."""
-    places = {
-        "XDG_CACHE_HOME": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
-        "JAX_COMPILATION_CACHE_DIR": f"{cache}/jax",
-    }  # fmt: skip
     started = time.time()
     done = subprocess.run(
-        [sys.executable, *command], input="\n", env=os.environ | places, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, *command],
+        input="\n",
+        env=os.environ | caches_in(cache),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     whole = time.time() - started
     said: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

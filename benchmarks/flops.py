@@ -1,10 +1,9 @@
-"""Counts the arithmetic operations of a model's layers."""
+"""Counts the arithmetic operations of a model's layers, and of training steps of the models of `protocol.REAL`."""
 
 from typing import Any
 
 import numpy as np
-
-from kerasdp.scale.pipeline import Graph
+import protocol
 
 
 def flops_of(model: Any) -> list[float]:
@@ -15,6 +14,8 @@ def flops_of(model: Any) -> list[float]:
     Args:
         model: functional, built.
     """
+    from kerasdp.scale.pipeline import Graph
+
     return [float(_flops(call)) for call in Graph(model).calls]
 
 
@@ -27,3 +28,48 @@ def _flops(call: Any) -> int:
     first = getattr(call.operation, "data_format", None) == "channels_first"
     positions = int(np.prod(shape[1:] if first else shape[:-1]))
     return 2 * positions * sum(int(np.prod(kernel.shape)) for kernel in kernels)
+
+
+def training_flops(model: str) -> float:
+    """Returns the operations that a training step of a model of `protocol.REAL` needs for a sample.
+
+    Those of matrix products and convolutions, a multiplication and an addition counted as two, and of attention to all
+    places, also where half of them are hidden, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B). The
+    backward pass needs twice as many as the forward pass; where weights do not train, as many.
+    """
+    size = protocol.REAL[model]
+    if size.width is None:
+        return 6.0 * _products_of_resnet50(size.shape, size.num_classes)
+    width, num_blocks = size.width, size.num_blocks
+    length = 1 + size.shape[0] * size.shape[1] // size.patch**2 if model == "vit" else size.shape[0]
+    attention = num_blocks * 2 * length**2 * width
+    if model == "llama":
+        part = width // size.num_heads  # of a head
+        block = 2 * width**2 + 2 * width * size.num_key_heads * part + 9 * width**2
+        adapters = num_blocks * (size.num_heads + size.num_key_heads) * protocol.LORA_RANK * (width + part)
+        frozen = length * (num_blocks * block + width * size.vocabulary)
+        return 4.0 * frozen + 6.0 * (length * adapters + attention)
+    blocks = length * num_blocks * 12 * width**2
+    ends = {
+        "gpt": length * width * size.vocabulary,
+        "bert": width**2 + width * size.num_classes,
+        "vit": (length - 1) * size.patch**2 * 3 * width + width * size.num_classes,
+    }[model]
+    return 6.0 * (blocks + attention + ends)
+
+
+def _products_of_resnet50(shape: tuple[int, ...], classes: int) -> int:
+    """Returns the multiplications of a forward pass."""
+    rows, columns, channels = -(-shape[0] // 2), -(-shape[1] // 2), 64
+    found = rows * columns * 7 * 7 * shape[2] * channels
+    rows, columns = -(-rows // 2), -(-columns // 2)
+    for filters, num_blocks in [(64, 3), (128, 4), (256, 6), (512, 3)]:
+        for block in range(num_blocks):
+            found += rows * columns * channels * filters  # before the stride
+            if block == 0 and filters > 64:
+                rows, columns = -(-rows // 2), -(-columns // 2)
+            found += rows * columns * (9 * filters**2 + 4 * filters**2)
+            if block == 0:
+                found += rows * columns * channels * 4 * filters  # the shortcut
+            channels = 4 * filters
+    return found + channels * classes

@@ -136,7 +136,10 @@ def main() -> None:
     loop = Loop(args)
     device = loop.devices[0]
     name = "cpu" if device.platform == "cpu" else device.device_kind
-    protocol.serve(loop.repeat, args.steps, parameters=loop.num_parameters, device=name, traffic=traffic)
+    protocol.serve(
+        loop.repeat, args.steps, first_steps=args.first_steps, parameters=loop.num_parameters, device=name,
+        traffic=traffic,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -28,12 +28,15 @@ class Net:
         self.weights, self.statistics = ({}, {}) if self.is_new else (weights, dict(statistics))
         self.dtype, self.groups, self.key = dtype, groups, key
         self.random = np.random.default_rng(0)
+        # Flash attention, which jax (0.10) does not choose by itself.
+        is_flash = dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+        self.attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if is_flash else None)
 
     def kernel(self, name: str, *shape: int) -> jax.Array:
         """Returns a kernel, made with He's normal distribution."""
         if self.is_new:
             deviation = (2 / np.prod(shape[:-1])) ** 0.5
-            self.weights[name] = {"kernel": self.random.normal(0, deviation, shape).astype("float32")}
+            self.weights[name] = {"kernel": self.random.standard_normal(shape, "float32") * np.float32(deviation)}
         return self.weights[name]["kernel"].astype(self.dtype)
 
     def bias(self, name: str, size: int) -> jax.Array:
@@ -99,7 +102,7 @@ class Net:
 
     def attend_before(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         """Attends to what is before each position; `(batch, length, heads, size)` each, fewer heads of keys."""
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        attended = self.attention(query, key, value, is_causal=True)
         return attended.reshape(*attended.shape[:2], -1)
 
     def layer_norm(self, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
@@ -169,12 +172,12 @@ class Net:
     def attend(self, qkv: jax.Array, is_causal: bool = False, mask: jax.Array | None = None) -> jax.Array:
         """Attends to all positions, or to those before each; `(batch, length, 3 * width)` becomes `(..., width)`.
 
-        `mask`: `(batch, length)`, 0 where nobody attends to.
+        `mask`: `(batch, length)`, 0 where nobody attends to, which is at the end.
         """
         batch, length, size = qkv.shape
         parts = jnp.split(qkv.reshape(batch, length, 3 * protocol.NUM_HEADS, -1), 3, 2)
-        mask = None if mask is None else mask[:, None, None].astype(bool)
-        attended = jax.nn.dot_product_attention(*parts, mask=mask, is_causal=is_causal)
+        lengths = None if mask is None else mask.sum(-1, dtype="int32")
+        attended = self.attention(*parts, key_value_seq_lengths=lengths, is_causal=is_causal)
         return attended.reshape(batch, length, size // 3)
 
     def with_token(self, name: str, x: jax.Array) -> jax.Array:

@@ -24,11 +24,13 @@ class Fit:
         choose_precision(args)
         self.model, x, y = make_task(args)
         # Full batches, and as many as an epoch of `--steps` needs: `fit` would end it where the data end.
-        indices = np.resize(np.arange(len(y) // args.batch_size * args.batch_size), args.steps * args.batch_size)
+        num_rows = max(args.steps, args.first_steps, protocol.WARM_UP_STEPS) * args.batch_size
+        indices = np.resize(np.arange(len(y) // args.batch_size * args.batch_size), num_rows)
         self.x, self.y = protocol.map_inputs(lambda array: array[indices], x), y[indices]
         self.model.compile(
-            keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM), **keras_models.make_loss(args)
-        )
+            keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM), **keras_models.make_loss(args),
+            jit_compile={"auto": "auto", "on": True, "off": False}[args.jit_compile],
+        )  # fmt: skip
         self.batch_size, self.clock = args.batch_size, {}
         self.callback = keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda epoch, logs: self.clock.update(begin=time.perf_counter()),
@@ -142,6 +144,7 @@ def main() -> None:
     """Runs one process on one device."""
     flags = protocol.parser(__doc__)
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
+    flags.add_argument("--jit_compile", default="auto", choices=["auto", "on", "off"], help="of compile")
     flags.add_argument("--dataset", help="a data set of kerasdp; default: random images")
     flags.add_argument("--data_dir", help="the folder of its files")
     args = protocol.parse(flags)
@@ -150,7 +153,7 @@ def main() -> None:
     os.environ |= {"KERAS_BACKEND": args.backend, "TF_CPP_MIN_LOG_LEVEL": "2"}
     device = choose_device(args)
     fit = Fit(args)
-    protocol.serve(fit.repeat, args.steps, parameters=fit.num_parameters, device=device)
+    protocol.serve(fit.repeat, args.steps, first_steps=args.first_steps, parameters=fit.num_parameters, device=device)
 
 
 if __name__ == "__main__":

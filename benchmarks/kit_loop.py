@@ -69,6 +69,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
     """Runs in every worker process. `count`: of `protocol.traffic_of`; `folder`: of `protocol.passing_lines_on`."""
     import keras_models
 
+    protocol.resize(args)  # of a worker, too
     config, processes = runner.config, runner.strategy.processes
     if args.traffic:
         traffic.prepare(config.backend)
@@ -104,7 +105,8 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
         }
 
     protocol.serve(
-        repeat, args.steps, traffic=count, started=started, lines=protocol.lines(folder, processes.rank),
+        repeat, args.steps, first_steps=args.first_steps, traffic=count, started=started,
+        lines=protocol.lines(folder, processes.rank),
         say=protocol.say if runner.is_chief else lambda **values: None,
         parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
         flops=forward_flops(model), device=device_name(runner),
@@ -165,7 +167,11 @@ def make_config(args: Namespace) -> kerasdp.Config:
     if args.config:
         return kerasdp.Config(**json.loads(args.config))
     has_norm = args.model not in WITHOUT_BATCH_NORM and args.devices > 1
-    choices = {"model": args.model, "dataset": args.dataset} if args.model in MODELS else {}
+    dataset = args.dataset
+    if args.size == "real":
+        size = protocol.REAL[args.model]
+        dataset = f"synthetic(shape={size.shape}, num_classes={size.num_classes}, num_samples={size.num_samples})"
+    choices = {"model": args.model, "dataset": dataset} if args.model in MODELS else {}
     return kerasdp.Config(
         backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
         device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,7 @@ WIDTHS = {
     "unet": 32,
     "efficientnet": 32,
 }
+VOCABULARY = 16_000
 TEXTS = ("gpt", "bert", "llama", "tagger")  # which have a vocabulary
 # Of tagger: the label of what is no token.
 NO_TAG = 0
@@ -59,16 +60,66 @@ NUM_GROUPS = 8
 STAGES = [(True, 1, 0.5, 1, 1), (True, 2, 1, 2, 4), (False, 2, 1.5, 2, 4), (False, 2, 3, 2, 6)]
 
 
+class Size(NamedTuple):
+    """How large a model is, and its samples.
+
+    Args:
+        shape: of a sample.
+        num_samples: that there are.
+        batch_size: samples a step, in real_sizes.py.
+        width: numbers a token.
+        num_blocks: of the model.
+        num_heads: of attention.
+        vocabulary: how many tokens there are.
+        num_classes: labels.
+        patch: pixels on a side of a patch.
+        num_key_heads: heads of keys and values.
+    """
+
+    shape: tuple[int, ...]
+    num_samples: int
+    batch_size: int
+    width: int | None = None
+    num_blocks: int = NUM_BLOCKS
+    num_heads: int = NUM_HEADS
+    vocabulary: int = VOCABULARY
+    num_classes: int = NUM_CLASSES
+    patch: int = PATCH
+    num_key_heads: int = NUM_KEY_HEADS
+
+
+# `--size=real`: GPT-2 124M (its embeddings are not tied here: 163 million numbers, and as many operations), ResNet-50
+# and ViT-B/16 for ImageNet, BERT-base, and adapters of a decoder about as large as TinyLlama 1.1B.
+REAL = {
+    "gpt": Size((1024,), 1024, 16, width=768, num_blocks=12, num_heads=12, vocabulary=50_257),
+    "resnet50": Size((224, 224, 3), 512, 128, num_classes=1000),
+    "bert": Size((128,), 4096, 64, width=768, num_blocks=12, num_heads=12, vocabulary=30_522),
+    "vit": Size((224, 224, 3), 512, 64, width=768, num_blocks=12, num_heads=12, num_classes=1000, patch=16),
+    "llama": Size((1024,), 1024, 4, width=2048, num_blocks=22, num_heads=32, vocabulary=32_000, num_key_heads=4),
+}
+
+
+def resize(args: argparse.Namespace) -> None:
+    """Makes the models and the samples of this process as large as `--size` says."""
+    if args.size == "real":
+        size, names = REAL[args.model], globals()
+        SHAPES[args.model], NUM_SAMPLES[args.model] = size.shape, size.num_samples
+        for name in ("num_blocks", "num_heads", "num_classes", "patch", "num_key_heads"):
+            names[name.upper()] = getattr(size, name)
+
+
 def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.ArgumentParser:
     """Returns the parser of the flags of all loops, for a loop that trains these models."""
     flags = argparse.ArgumentParser(description=description, allow_abbrev=False)
     flags.add_argument("--model", default="convnet", choices=models, help="as in kerasdp/models, or in keras_models.py")
-    flags.add_argument("--vocabulary", type=int, default=16_000, help="of texts: how many tokens there are")
+    flags.add_argument("--size", default="small", choices=["small", "real"], help=f"real: of {', '.join(REAL)}")
+    flags.add_argument("--vocabulary", type=int, help=f"of texts: how many tokens there are ({VOCABULARY})")
     widths = ", ".join(f"{name} {width}" for name, width in WIDTHS.items())
     flags.add_argument("--width", type=int, help=f"numbers a token, or first filters ({widths})")
     flags.add_argument("--batch_size", type=int, default=64, help="samples a step, over all devices")
     flags.add_argument("--devices", type=int, default=1)
     flags.add_argument("--steps", type=int, default=20, help="training steps a repetition")
+    flags.add_argument("--first_steps", type=int, default=0, help="so many are the warm-up, and timed with the start")
     flags.add_argument("--precision", default="auto", choices=["auto", "float32", "bfloat16"])
     flags.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"])
     flags.add_argument("--traffic", action="store_true", help="count the bytes that are sent in a step")
@@ -81,10 +132,15 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
     args = flags.parse_args()
     if args.batch_size % args.devices:
         flags.error(f"--batch_size: expected a multiple of the {args.devices} devices. Received: {args.batch_size}")
+    if args.size == "real" and args.model not in REAL:
+        flags.error(f"--size=real: expected --model to be one of {', '.join(REAL)}. Received: {args.model}")
+    resize(args)
     samples = NUM_SAMPLES.get(args.model, args.batch_size)  # of other models plain Keras knows
     if args.batch_size > samples:
         flags.error(f"--batch_size: expected at most {samples}. Received: {args.batch_size}")
-    args.width = args.width or WIDTHS.get(args.model)
+    real = REAL[args.model] if args.size == "real" else None
+    args.width = args.width or (real.width if real else WIDTHS.get(args.model))
+    args.vocabulary = args.vocabulary or (real.vocabulary if real else VOCABULARY)
     return args
 
 
@@ -224,6 +280,7 @@ def serve(
     repeat: Callable[[int], dict[str, float]],
     steps: int,
     *,
+    first_steps: int = 0,
     traffic: Callable[[Callable[[int], Any]], int] | None = None,
     lines: Iterable[str] = sys.stdin,
     say: Callable[..., None] = say,
@@ -236,6 +293,7 @@ def serve(
         repeat: trains so many steps, waits for the end, and returns loss, accuracy and peak memory (and seconds, if it
             knows better).
         steps: of a repetition.
+        first_steps: with which it warms up, to say when they have ended; 0: `WARM_UP_STEPS`.
         traffic: counts the bytes that `repeat` sends in a step; None: nobody does.
         lines: one asks for a repetition.
         say: prints.
@@ -245,7 +303,9 @@ def serve(
     before = memory_now()
     repeat(1)
     seconds = time.time() - started
-    repeat(WARM_UP_STEPS)
+    repeat(first_steps - 1 if first_steps else WARM_UP_STEPS)
+    if first_steps:
+        facts["seconds_to_first_steps"] = time.time() - started
     forget_memory_peak()  # that of compiling
     repeat(WARM_UP_STEPS)
     sent = {} if traffic is None else {"bytes_a_step": traffic(repeat)}

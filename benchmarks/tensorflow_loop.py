@@ -252,7 +252,10 @@ def main() -> None:
     name = "cpu"
     if "GPU" in loop.names[0]:
         name = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])["device_name"]
-    protocol.serve(loop.repeat, args.steps, parameters=loop.num_parameters, device=name, traffic=traffic)
+    protocol.serve(
+        loop.repeat, args.steps, first_steps=args.first_steps, parameters=loop.num_parameters, device=name,
+        traffic=traffic,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     echo | python benchmarks/torch_loop.py --model=resnet18 --compile
     echo | python benchmarks/torch_loop.py --model=convnet --devices=2      # DistributedDataParallel
     echo | python benchmarks/torch_loop.py --model=gpt --devices=2 --shard=weights      # fully_shard (FSDP2)
+    echo | python benchmarks/torch_loop.py --model=gpt --size=real --public --compile      # the model of transformers
 
 All samples are kept on the device as bytes; a step picks its batch there.
 """
@@ -217,9 +218,16 @@ def work(rank: int, args: Any, folder: str | None) -> None:
     """Runs a rank: a repetition for each line. `folder`: of `protocol.passing_lines_on`."""
     if args.devices > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))  # they share the cores
-    loop = Loop(args, rank)
+    protocol.resize(args)
+    model = None
+    if args.public:
+        import public_models
+
+        torch.manual_seed(0)
+        model = public_models.make_model(args)
+    loop = Loop(args, rank, model)
     protocol.serve(
-        loop.repeat, args.steps, parameters=loop.num_parameters,
+        loop.repeat, args.steps, first_steps=args.first_steps, parameters=loop.num_parameters,
         device=torch.cuda.get_device_name() if loop.device.type == "cuda" else "cpu",
         traffic=protocol.traffic_of(args, "torch"),
         lines=protocol.lines(folder, rank),
@@ -235,6 +243,7 @@ def main() -> None:
     flags = protocol.parser(__doc__)
     flags.add_argument("--compile", action="store_true", help="torch.compile of model and loss")
     flags.add_argument("--shard", default="none", choices=["none", "weights"], help="of gpt: fully_shard, by block")
+    flags.add_argument("--public", action="store_true", help="the model of a public package: public_models.py")
     args = protocol.parse(flags)
     if args.shard != "none" and (args.model != "gpt" or args.devices == 1):
         flags.error("--shard: for gpt, on several devices")

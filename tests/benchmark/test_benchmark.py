@@ -141,3 +141,22 @@ def test_a_contender_that_fails_is_reported(capsys):
     assert [one.seconds for one in found] == [[2.0, 3.0], [2.0], []]
     assert found[0].rates == [6.0, 4.0]
     assert "round 2/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import time; time.sleep(60)", "out of time (1 s)"),
+        ("raise ValueError('RESOURCE_EXHAUSTED: of 9 GiB\\nmore lines')", "out of memory"),
+    ],
+)
+def test_time_and_memory_end(code, reason):
+    one = contenders.Contender(
+        name="jax",
+        backend="jax",
+        num_devices=1,
+        command=(sys.executable, "-c", code),
+        limit=1 if "sleep" in code else 60,
+    )
+    (found,) = measure.run([one], rounds=1, steps=1, batch_size=1)
+    assert found.error == reason

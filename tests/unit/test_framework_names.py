@@ -40,6 +40,16 @@ for shape in ((9, 1, 8, 8), (9, 3, 8, 8), (9, 8, 8)):
     for product in (x @ one, unknown(x), tf.matmul(x, tf.transpose(one)[None], transpose_b=True)):
         assert product.shape == shape and abs(product.numpy() - x.numpy() @ one.numpy()).max() < 1e-5
 
+@tf.custom_gradient
+def same(x):
+    return tf.identity(x), lambda upstream: upstream
+
+known = set(private.ops.gradient_registry.list())
+graph = tf.function(same).get_concrete_function(1.0).graph
+assert len(set(private.ops.gradient_registry.list()) - known) == 1
+private.forget_gradients(graph)
+assert set(private.ops.gradient_registry.list()) == known
+
 given = []
 tf.config.get_visible_devices = lambda kind: ["a GPU"]
 tf.config.optimizer.set_experimental_options = given.append

@@ -331,6 +331,7 @@ class Graphs:
         graph = tf.function(run_flat, jit_compile=jit_compile, autograph=False)
         # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
         self._graphs[key] = graph.get_concrete_function(*tensors)
+        private.forget_gradients(self._graphs[key].graph)
         results = private.call_flat(self._graphs[key], tensors)
         # XLA compiles an optimizer's update for each device: of 360,000 weights on two some 170 MiB are left.
         give_memory_back()
