@@ -85,7 +85,7 @@ def test_what_cannot_be_captured_is_refused(make, reason):
 
 
 def test_inductor_knows_that_variables_stay_in_place(monkeypatch):
-    """Else it would make no CUDA graph of a step, which changes them."""
+    """Else it would make no CUDA graph of a step, which changes them. Without a shape environment it keeps no graph."""
     steps, arguments = captured(new_model())
     graph, _ = steps._captured(*arguments)
     import torch._inductor.compile_fx
@@ -94,6 +94,7 @@ def test_inductor_knows_that_variables_stay_in_place(monkeypatch):
 
     def stop(num_fixed):
         known.extend(original(num_fixed))
+        assert torch._guards.TracingContext.get().fake_mode.shape_env is not None
         raise RuntimeError("seen")
 
     monkeypatch.setattr(torch._inductor.compile_fx, "get_static_input_idxs", stop)

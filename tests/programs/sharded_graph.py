@@ -16,13 +16,13 @@ def train(runner, case):
 
     class Noted(compiled_step.CompiledTraining):
         def _captured(self, *args):
-            graph = super()._captured(*args)
+            graph, places = super()._captured(*args)
             for node in graph.graph.nodes:
                 name = str(node.target).split(".")
                 if "_c10d_functional" in name and "wait_tensor" not in name:
                     counts[name[1]] += 1
                     bytes_of[name[1]] += node.args[0].meta["val"].nbytes
-            return graph
+            return graph, places
 
     compiled_step.CompiledTraining = Noted
     outcome = sharded.outcome(runner, case, 1)

@@ -55,6 +55,7 @@ def compile_with_inductor(
     """
     import torch._inductor
     from torch._dynamo.source import LocalSource
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     _lower_updates()
     known: Any = graph
@@ -63,7 +64,9 @@ def compile_with_inductor(
     for place, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         node._dynamo_source = None
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if place < num_static else {}
-    with torch.no_grad():
+    # Else it would not look into its cache.
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True), allow_non_fake_inputs=True)
+    with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         return torch._inductor.compile(graph, inputs, options)
 
 
