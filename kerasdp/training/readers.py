@@ -83,8 +83,7 @@ def make_reader(
         )
         is_kept = fitting and _stays_on_device(source, config, devices)
         reader = SampleReader(source, order, split, is_kept)
-        is_small = type(source) is ArraySource and source.num_bytes * batch_size <= _FEW_BYTES * source.num_samples
-        if is_small and not devices.is_accelerator:
+        if _is_copied_at_once(source, batch_size, devices):
             reader.num_threads = 0
         return reader
     if y is not None or sample_weight is not None:
@@ -98,6 +97,12 @@ def make_reader(
     if not training and steps is not None and x.num_batches:  # else samples would count twice
         steps = min(steps, x.num_batches)
     return IndexedReader(x, split, steps, order_seed=seed if training and shuffle else None, **own)
+
+
+def _is_copied_at_once(source: Any, batch_size: int, devices: Devices) -> bool:
+    """Returns whether reading a batch ahead, in a thread, costs more than it saves. To a GPU copies have a stream."""
+    is_small = type(source) is ArraySource and source.num_bytes * batch_size <= _FEW_BYTES * source.num_samples
+    return is_small and not devices.is_accelerator
 
 
 def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float] | None) -> Any:

@@ -41,8 +41,10 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(rule):
     ])  # fmt: skip
     for received in (whole, *others):  # backward passes begin as soon as possible
         assert received.pop("schedules") == ["Schedule1F1B"]
-    for received in others:
-        assert received == plain == whole
+    assert others == [whole] * len(others)
+    # PyTorch's kernel for all weights rounds otherwise than Keras' optimizers, which the loop calls.
+    for name in ("losses", "weights"):
+        assert_alike(whole[name], plain[name], rtol=2e-6, atol=2e-7, name=name)
 
 
 def test_without_batch_norm_it_is_the_whole_model():
