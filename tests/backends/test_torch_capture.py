@@ -59,9 +59,9 @@ def new_model(*layers):
     return model
 
 
-def captured(model):
+def captured(model, x=X):
     model.optimizer.build(model.trainable_variables)
-    model.compute_metrics(X, Y, model(X))  # builds them
+    model.compute_metrics(x, Y, model(x))  # builds them
     model.reset_metrics()
     own = strategy()
     steps = CompiledTraining(own, RankSteps(own, model))
@@ -82,6 +82,22 @@ def test_what_cannot_be_captured_is_refused(make, reason):
     steps, arguments = captured(new_model(make()))
     with pytest.raises(ValueError, match=reason):
         steps._captured(*arguments)
+
+
+def test_inputs_keep_their_names(monkeypatch):
+    """Also where the order of a dictionary is not the one of its names."""
+    later, sooner = keras.Input((4,), name="later"), keras.Input((4,), name="a sooner one")
+    model = keras.Model({"later": later, "a sooner one": sooner}, keras.layers.Dense(1)(later - 2 * sooner))
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    steps, _ = captured(model, {"later": X, "a sooner one": X + 1})
+    inputs = {"later": torch.from_numpy(X), "a sooner one": torch.from_numpy(X + 1)}
+    batch = DeviceBatch(inputs, torch.from_numpy(Y), None, range(len(X)))
+    expected = model.evaluate({"later": X, "a sooner one": X + 1}, Y, verbose=0, return_dict=True)
+    model.reset_metrics()
+    monkeypatch.setattr(compiled_step, "compile_with_inductor", lambda graph, *_: torch.no_grad()(graph))
+    loss, _, logs, _ = steps(batch)
+    assert float(loss) == pytest.approx(expected["loss"]) == float(logs["loss"])
+    assert float(logs["mae"]) == pytest.approx(expected["mae"])
 
 
 def test_inductor_knows_that_variables_stay_in_place(monkeypatch):

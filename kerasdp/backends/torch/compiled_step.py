@@ -8,7 +8,6 @@ break at each layer) is slower.
 import abc
 import contextlib
 import functools
-import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -129,11 +128,11 @@ class CompiledStep(abc.ABC):
                 self._compile(key, batch, detail, leaves)
         if key not in self.graphs:
             return None
-        graph, places = self.graphs[key]
+        graph, result = self.graphs[key]
         found = graph(*self.values, *leaves)
         if self.strategy.is_gpu:  # a CUDA graph gives the same memory each time, and losses are read later
             found = [tensor.clone() for tensor in found]
-        return keras.tree.map_structure(lambda place: None if place is None else found[place], places)
+        return _filled(result, found)
 
     def _compile(self, key: Any, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]) -> None:
         """Compiles the step for a kind of batch, on all ranks; sets `reason` if one cannot."""
@@ -142,7 +141,7 @@ class CompiledStep(abc.ABC):
             return
         reason, any_rank = "", self.strategy.processes.any_rank
         try:
-            graph, places = self._captured(batch, detail, leaves)
+            graph, result = self._captured(batch, detail, leaves)
         except Exception as error:  # whatever a layer's Python does with fake tensors
             reason = f"{_place(error)} cannot be captured as a graph: {in_a_line(error, 1)}"
             # cuDNN's kernel of LSTM and GRU cannot be differentiated without its buffer of weights, of which a capture
@@ -161,7 +160,7 @@ class CompiledStep(abc.ABC):
         if any_rank(bool(reason)):
             self._give_up(f"the step cannot be compiled ({reason or 'on another rank'})")
             return
-        self.graphs[key] = compiled, places
+        self.graphs[key] = compiled, result
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
@@ -173,7 +172,7 @@ class CompiledStep(abc.ABC):
     ) -> tuple[torch.fx.GraphModule, Any]:
         """Returns the step as a graph of the variables' values and these leaves of the batch.
 
-        Also returns what the step returns, with the place of each tensor among those that the graph returns.
+        Also returns the structure of what the step returns, of which the graph returns the tensors alone.
         """
         import keras
 
@@ -190,8 +189,7 @@ class CompiledStep(abc.ABC):
             # What is written to a float64 without axes, `aot_autograd` (torch 2.13) loses, since it takes it for a
             # Python number. Not what is written to a view of it.
             values = [value if value.ndim else value.view(()) for value in inputs[:num_values]]
-            given = iter(inputs[num_values:])
-            data = keras.tree.map_structure(lambda leaf: None if leaf is None else next(given), tuple(batch[:3]))
+            data = _filled(tuple(batch[:3]), inputs[num_values:])
             inputs_of_step = DeviceBatch(data[0], data[1], data[2], range(len(batch.indices)))
             results.append(self.step(values, inputs_of_step, detail))
             return tuple(leaf for leaf in keras.tree.flatten(results[0]) if leaf is not None)
@@ -207,8 +205,7 @@ class CompiledStep(abc.ABC):
             overlap_parts(graph.graph)
         number_messages(graph.graph)
         graph.recompile()
-        places = itertools.count()
-        return graph, keras.tree.map_structure(lambda leaf: None if leaf is None else next(places), results[0])
+        return graph, keras.tree.map_structure(lambda leaf: None if leaf is None else 0, results[0])
 
     def _bring_to_device(self, graph: torch.fx.GraphModule) -> None:
         left = bring_to_device(graph, self.strategy.device)
@@ -366,6 +363,18 @@ def inductor_options(strategy: Any) -> dict[str, bool]:
         # run, or on another rank, whose weights would differ from then on.
         options["deterministic"] = True
     return options
+
+
+def _filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Returns a structure with other tensors, in the order in which `keras.tree.flatten` gives them; None stays None.
+
+    `keras.tree.map_structure` (3.15) goes through a dictionary in another order.
+    """
+    import keras
+
+    given = iter(tensors)
+    leaves = [None if leaf is None else next(given) for leaf in keras.tree.flatten(structure)]
+    return keras.tree.pack_sequence_as(structure, leaves)
 
 
 def _place(error: Exception) -> str:

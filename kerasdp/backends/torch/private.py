@@ -43,7 +43,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compiles a graph of tensors; nothing runs.
 
-    Torch 2.13: `torch._inductor.compile`. The public `torch.compile` walks through the whole graph once more, and
+    Torch 2.13: `torch._inductor.compile_fx`. The public `torch.compile` walks through the whole graph once more, and
     looks at each input again before each call.
 
     Args:
@@ -53,8 +53,8 @@ def compile_with_inductor(
             a step that changes them. It knows that only of the graphs that `torch.compile` makes: by these marks.
         options: of Inductor.
     """
-    import torch._inductor
     from torch._dynamo.source import LocalSource
+    from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     _lower_updates()
@@ -64,10 +64,11 @@ def compile_with_inductor(
     for place, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         node._dynamo_source = None
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if place < num_static else {}
-    # Else it would not look into its cache.
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True), allow_non_fake_inputs=True)
+    # Without a shape environment it would not look into its cache. All shapes are fixed.
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-        return torch._inductor.compile(graph, inputs, options)
+        compiled: Any = compile_fx(graph, inputs, config_patches=options, ignore_shape_env=True)
+    return compiled
 
 
 @functools.cache
