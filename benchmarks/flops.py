@@ -33,9 +33,9 @@ def _flops(call: Any) -> int:
 def training_flops(model: str) -> float:
     """Returns the operations that a training step of a model of `protocol.REAL` needs for a sample.
 
-    Those of matrix products and convolutions, a multiplication and an addition counted as two, and of attention to all
-    places, also where half of them are hidden, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B). The
-    backward pass needs twice as many as the forward pass; where weights do not train, as many.
+    It counts matrix products and convolutions. A multiplication and an addition are two operations. Causal attention
+    counts as full attention. The backward pass needs twice the operations of the forward pass. If weights are frozen,
+    it needs as many. Source: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B.
     """
     size = protocol.REAL[model]
     if size.width is None:

@@ -172,7 +172,7 @@ class Net:
     def attend(self, qkv: jax.Array, is_causal: bool = False, mask: jax.Array | None = None) -> jax.Array:
         """Attends to all positions, or to those before each; `(batch, length, 3 * width)` becomes `(..., width)`.
 
-        `mask`: `(batch, length)`, 0 where nobody attends to, which is at the end.
+        `mask`: `(batch, length)`, 0 for padding, which is at the end.
         """
         batch, length, size = qkv.shape
         parts = jnp.split(qkv.reshape(batch, length, 3 * protocol.NUM_HEADS, -1), 3, 2)

@@ -6,12 +6,13 @@
 
 GPT-2 124M on 16 texts of 1,024 tokens, ResNet-50 on 128 images of 224 x 224, BERT-base on 64 texts of 128 tokens,
 ViT-B/16 on 64 images, and adapters (LoRA) of a decoder with 1.1 billion weights on 4 texts of 1,024 tokens:
-`protocol.REAL`. bfloat16, SGD with momentum, random samples. Each contender is a process of its own, which has the GPU
-to itself, `--limit` seconds, and no program that was compiled before.
+`protocol.REAL`. bfloat16, SGD with momentum, random samples. Each contender runs alone, in its own process. It has
+`--limit` seconds, and an empty compile cache.
 
 Expected: a table in Markdown, a row as soon as it is measured: the median milliseconds of a step, the model FLOPs
 utilization (MFU, `measure.utilization`), the seconds from the start of the process to the end of its first 20 steps,
-and the most GPU memory, as the framework counts it (on the CPU, that of the process). A row without figures says why.
+and the peak GPU memory that the framework reports. On a CPU it is the memory of the process. A row without figures
+says why.
 """
 
 import argparse

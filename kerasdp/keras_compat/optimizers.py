@@ -213,8 +213,8 @@ def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[Non
 def updating_at_once(optimizer: Any, kernel: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which Adam, AdamW and SGD on torch update all weights in one call; others as they do.
 
-    Keras 3.15: those for torch have a dozen calls for all weights in `_backend_update_step`. No public switch. The
-    formulas are those of `torch_adam.py` and `torch_sgd.py`.
+    Keras 3.15: those for torch have a dozen calls for all weights in `_backend_update_step`. No public switch.
+    Source of the formulas: `torch_adam.py` and `torch_sgd.py`.
 
     Args:
         optimizer: any.

@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 def trained(make, context):
-    """Returns weights and slots after some updates of weights, one of which does not lie in a row in memory."""
+    """Returns weights and slots after some updates. One weight is not contiguous."""
     random = np.random.RandomState(0)
     shapes = [(3, 4), (5,), (), (2, 3, 4)]
     weights = [keras.Variable(random.normal(size=shape), dtype="float64", name="w") for shape in shapes]

@@ -172,7 +172,7 @@ class CompiledStep(abc.ABC):
     ) -> tuple[torch.fx.GraphModule, Any]:
         """Returns the step as a graph of the variables' values and these leaves of the batch.
 
-        Also returns the structure of what the step returns, of which the graph returns the tensors alone.
+        Also returns the structure of the step's result. The graph returns its tensors as a flat tuple.
         """
         import keras
 

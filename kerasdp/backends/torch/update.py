@@ -53,7 +53,7 @@ def _update(
     if velocities:
         # PyTorch divides by `1 - beta ** step`, which is 1 here. Keras has these divisors in the rate, and so another
         # epsilon.
-        at_infinity = [torch.full((), math.inf, device=rate.device)] * len(weights)
+        at_infinity = [torch.full((), math.inf, dtype=torch.float32, device=rate.device)] * len(weights)
         rate = rate if rate.dtype == torch.float64 else rate.float()
         beta_1, beta_2, epsilon = numbers
         fused_adam_(
