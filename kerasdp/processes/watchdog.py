@@ -30,7 +30,11 @@ _file: Any = None
 
 
 class Watchdog:
-    """Lets this process write where it stands when nothing has moved in it for some time."""
+    """Lets this process write where it stands when nothing has moved in it for some time.
+
+    Attributes:
+        seconds_to_compile: about how long what compiles will take, where that is known.
+    """
 
     def __init__(self, timeout: float | None = None, compiler: str = ""):
         """Begins in the script, where a process may be for as long as it likes.
@@ -40,6 +44,7 @@ class Watchdog:
             compiler: what compiles here, for a line that says so once; empty: none.
         """
         self._timeout, self._compiler = timeout, compiler
+        self.seconds_to_compile: float | None = None
         self._limit: float | None = None
         self._set_at = 0.0
         self._known_shapes: set[Any] = set()
@@ -98,7 +103,8 @@ class Watchdog:
             faulthandler.dump_traceback_later(limit + most, file=file, exit=outcome.current is None)
 
     def _say_that_it_compiles(self) -> None:
-        print(f"{self._compiler} compiles: {_SECONDS_TO_SAY_SO:.0f} s so far", file=sys.stderr, flush=True)
+        of_all = f" of about {self.seconds_to_compile:.0f} s" if self.seconds_to_compile else ""
+        print(f"{self._compiler} compiles: {_SECONDS_TO_SAY_SO:.0f} s{of_all} so far", file=sys.stderr, flush=True)
         self._compiler = ""
 
 

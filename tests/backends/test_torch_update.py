@@ -10,6 +10,9 @@ torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
     pytest.skip("the update is torch's", allow_module_level=True)
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
+from kerasdp.backends.torch.private import compile_with_inductor  # noqa: E402
 from kerasdp.backends.torch.update import updating  # noqa: E402
 
 OPTIMIZERS = {
@@ -55,3 +58,24 @@ def test_updates_as_keras(name):
         keras.config.set_floatx("float32")
     for one, other in zip(own, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.proof
+def test_what_reads_a_weight_before_its_update_reads_the_old_value(monkeypatch):
+    # Inductor (torch 2.13) computes `scaled` where it is last used, behind the update.
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+
+    def step(weight, momentum, x):
+        scaled = x * weight
+        rate = torch.tensor(0.1)
+        gradients, numbers = [(scaled * 2).sum(0)], [0.9, 0.0]
+        torch.ops.kerasdp.update_([weight], gradients, [momentum], [], rate, None, [False], numbers)
+        return (scaled.exp().sum(),)
+
+    torch.manual_seed(0)
+    inputs = torch.randn(8), torch.zeros(8), torch.randn(5, 8)
+    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    expected, given = ([each.clone() for each in inputs] for _ in range(2))
+    (loss,) = step(*expected)
+    (own_loss,) = compile_with_inductor(graph, given, 2, {})(*given)
+    torch.testing.assert_close([own_loss, *given], [loss, *expected])

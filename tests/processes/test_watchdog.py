@@ -96,6 +96,15 @@ def test_what_compiles_for_long_is_said_once(monkeypatch, capsys):
     assert re.fullmatch(r"jax compiles: \d s so far\n", capsys.readouterr().err)
 
 
+def test_says_how_long_compiling_will_take_where_that_is_known(monkeypatch, capsys):
+    monkeypatch.setattr(watchdog, "_SECONDS_TO_SAY_SO", 0.2)
+    watching = Watchdog(compiler="torch")
+    with watching.compiling():
+        watching.seconds_to_compile = 41.6
+        time.sleep(0.5)
+    assert re.fullmatch(r"torch compiles: \d s of about 42 s so far\n", capsys.readouterr().err)
+
+
 def test_another_thread_sets_no_timer(timers):
     watching = Watchdog(timeout=5.0)
     thread = threading.Thread(target=lambda: watching.watching().__enter__())

@@ -8,6 +8,7 @@ break at each layer) is slower.
 import abc
 import contextlib
 import functools
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,7 +140,7 @@ class CompiledStep(abc.ABC):
         if len(self.graphs) == _MOST_GRAPHS:
             self._give_up(f"batches of more than {_MOST_GRAPHS} shapes are not compiled")
             return
-        reason, any_rank = "", self.strategy.processes.any_rank
+        reason, any_rank, begun = "", self.strategy.processes.any_rank, time.monotonic()
         try:
             graph, result = self._captured(batch, detail, leaves)
         except Exception as error:  # whatever a layer's Python does with fake tensors
@@ -148,6 +149,8 @@ class CompiledStep(abc.ABC):
             # (torch 2.13) knows nothing. It is as fast as a graph of all of its steps.
             if "weight_buf" in str(error):
                 reason = f"a recurrent layer of {self.model.name} runs by cuDNN's own kernel, which no graph holds"
+        # What Inductor (torch 2.13) takes on CPUs, for nets of 2 to 24 blocks, where its cache has nothing.
+        watchdog.current.seconds_to_compile = 20 + 14 * (time.monotonic() - begun)
         if any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
             return
