@@ -226,19 +226,18 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
     """
     import keras
 
-    from kerasdp.keras_compat.layers import raw_value
-    from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_values
+    from kerasdp.keras_compat import optimizers
+    from kerasdp.keras_compat.layers import raw_values
 
     def compute() -> None:
         # Of a mirrored variable this is, within a replica, the handle of that replica's copy: XLA takes no other.
-        handles = [raw_value(variable).handle for variable in variables]
-        values = []
-        for handle, variable in zip(handles, variables, strict=True):
-            held = raw_value(variable)
-            values.append(tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=held.dtype), held.shape))
+        held = raw_values(variables)
+        handles = [each.handle for each in held]
+        read = [tf.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype) for each in held]
+        values = [tf.ensure_shape(value, each.shape) for value, each in zip(read, held)]
         with (
-            deciding_on_device(optimizer),
-            updating_values(inner_optimizer(optimizer)),
+            optimizers.deciding_on_device(optimizer),
+            optimizers.updating_values(optimizers.inner_optimizer(optimizer)),
             keras.StatelessScope(list(zip(variables, values))) as scope,
         ):
             update()
@@ -251,25 +250,17 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
 
 
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether this step updates these weights at once: see `can_be_at_once`."""
-    return can_be_at_once(optimizer, weights) and not tf.executing_eagerly()
-
-
-def can_be_at_once(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether a graph can update these weights at once, by `update_at_once`.
+    """Returns whether this step, a graph, updates these weights at once, by `update_at_once`.
 
     Not with user-defined Python, nor (Nadam) where a class extends what would be taken back.
     """
+    from kerasdp.keras_compat import optimizers
     from kerasdp.keras_compat.layers import is_of_keras
-    from kerasdp.keras_compat.optimizers import (
-        inner_optimizer,
-        learning_rate_schedule,
-        overrides_nothing_of_tensorflow,
-    )
 
-    inner = inner_optimizer(optimizer)
-    parts = [optimizer, inner, learning_rate_schedule(inner), *(variable.constraint for variable in weights)]
-    return all(part is None or is_of_keras(type(part)) for part in parts) and overrides_nothing_of_tensorflow(inner)
+    inner = optimizers.inner_optimizer(optimizer)
+    parts = [optimizer, inner, optimizers.learning_rate_schedule(inner), *(weight.constraint for weight in weights)]
+    are_of_keras = all(part is None or is_of_keras(type(part)) for part in parts)
+    return are_of_keras and optimizers.overrides_nothing_of_tensorflow(inner) and not tf.executing_eagerly()
 
 
 def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
