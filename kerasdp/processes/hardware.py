@@ -50,7 +50,6 @@ _OF_BACKEND = {
     # Its threads would wait for each other, if they shared.
     "tensorflow": {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 1 << 25},
 }
-_CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX")
 
 
 def keep_memory(backend: str) -> bool:
@@ -61,7 +60,11 @@ def keep_memory(backend: str) -> bool:
     (2.21) for 8,000, of which 3,000 are left, an eighth. From here on the heap keeps it, and threads that begin later
     share it. Not where the environment tells glibc what to do, or with another C library.
     """
-    is_told = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name in os.environ for name in _CHOSEN_BY_USER)
+    is_told = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ)
+    # XLA compiles for a GPU in a thread per core, and in one arena these wait for each other, as TensorFlow's do: two
+    # that compile for an H100 (jaxlib 0.10.2, on 2 cores that others used) two to three times as often, four once 20
+    # times. glibc asks only once how many arenas there may be: that is before the devices are known.
+    backend = "tensorflow" if backend == "jax" and num_gpus() else backend
     return backend in _OF_BACKEND and not is_told and _set(_OF_BACKEND[backend])
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.accelerators.driver import make_driver
 from tests.helpers import PROGRAMS, result_of, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"), reason="of glibc")
@@ -18,6 +19,13 @@ def test_what_is_freed_stays_until_the_end(backend, size):
     found = result_of(run(PROGRAMS / "freed_memory.py", backend, size))
     assert found["within"] < HUGE < found["before"] and found["after"] > HUGE
     assert found["held"] > NUM_BYTES * 0.9 and found["left"] < NUM_BYTES * 0.1
+    assert (found["arenas"] == 0) == (backend != "tensorflow")
+
+
+def test_threads_that_compile_for_a_gpu_have_memory_of_their_own(tmp_path):
+    driver = make_driver(tmp_path, 1)
+    found = result_of(run(PROGRAMS / "freed_memory.py", "jax", 10**6, LD_LIBRARY_PATH=driver))
+    assert found["within"] < HUGE and found["arenas"] > 1
 
 
 # Of tensorflow and jax a block so large goes back.

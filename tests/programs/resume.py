@@ -40,6 +40,11 @@ def train(runner):
             metrics=["accuracy"],
             steps_per_execution=SETTINGS.get("steps_per_execution", 1),
         )
+    if runner.config.backend == "jax" and model.steps_per_execution > 1:  # as on GPUs: in one program
+        layout = runner.strategy.layout()
+        assert layout.is_on_cpu
+        layout.is_on_cpu = False
+        runner.strategy.layout = lambda: layout
     callbacks = [
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.3),
         keras.callbacks.EarlyStopping("val_loss", patience=50, restore_best_weights=True),

@@ -78,10 +78,13 @@ class Layout:
 
     Attributes:
         replicated: the sharding of what each device holds the whole of.
+        is_on_cpu: whether the devices are the CPU, where XLA (jaxlib 0.10.2) computes a convolution within a loop with
+            another kernel, which takes 10 to 15 times as long.
     """
 
     def __init__(self, replicated: NamedSharding):
         self.replicated = replicated
+        self.is_on_cpu = replicated.mesh.devices.flat[0].platform == "cpu"
 
     def of_variables(self, model: "keras.Model", variables: "list[keras.Variable]") -> list[NamedSharding]:
         """Returns the sharding of each of some variables of a model.
@@ -173,7 +176,7 @@ def make_step_functions(
     train = {detail: on_state(functools.partial(train_step, detail), "train") for detail in Detail}
     several = on_state(_several(functools.partial(train_step, Detail.NOTHING)), "train")
     # As a loop within the program, which Keras does not have where a model runs eagerly.
-    takes_several = model.jit_compile and not model.run_eagerly
+    takes_several = model.jit_compile and not model.run_eagerly and not layout.is_on_cpu
     return StepFunctions(
         train=lambda batch, detail: Trained(*train[detail](batch)),
         train_several=(lambda batches: Trained(*several(batches))) if takes_several else None,
@@ -295,9 +298,6 @@ class WholeBatch(Replica):
         super().__init__(model)
         self._layout, self._context, self._split = layout, context, split
         self._seeds = set(map(id, seed_variables(model)))
-        # On the CPU XLA (jaxlib 0.10.2) computes a convolution within a loop with another kernel, which takes 15 times
-        # as long.
-        self._writes_loops_out = layout.replicated.mesh.devices.flat[0].platform == "cpu"
 
     def training_split(self) -> Split:
         """See `Replica`."""
@@ -389,7 +389,7 @@ class WholeBatch(Replica):
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *[one.batch[:3] for one in full])
         carry: Any = self._layout.cut([jnp.zeros_like(current_value(weight)) for weight in weights]), begun
         numbered = jnp.arange(len(full), dtype="int32"), stacked
-        carry, each = jax.lax.scan(step, carry, numbered, unroll=self._writes_loops_out)
+        carry, each = jax.lax.scan(step, carry, numbered, unroll=self._layout.is_on_cpu)
         sums = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), each)
         for one in passes[len(full) :]:
             carry, left = run(carry, one)
@@ -406,7 +406,7 @@ class WholeBatch(Replica):
         XLA would otherwise make all forward passes first, and keep all that they leave. On the CPU (jaxlib 0.10.2) it
         forgets `jax.lax.optimization_barrier` before it orders operations; zeros of the gradients it must wait for.
         """
-        if not self._writes_loops_out:
+        if not self._layout.is_on_cpu:
             return one
         first = (jnp.ravel(gradient)[0] for gradient in gradients if gradient is not None)
         zero = sum((0 * jnp.nan_to_num(number) for number in first), jnp.zeros(()))
