@@ -90,7 +90,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
             runner.state.epoch_seconds[-1] = time.perf_counter() - begin
         else:
             history = runner.fit(
-                model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
+                model, x, y, steps_per_epoch=steps, initial_epoch=runner._num_fits, epochs=runner._num_fits + 1
             ).history
         seconds = time.perf_counter() - begin
         growth = processes.all_gather_object(protocol.memory_growth(before))

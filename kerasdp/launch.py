@@ -40,31 +40,103 @@ _ENGINES = {(name, "data"): (f"kerasdp.backends.{name}.data_parallel", "DataPara
 }
 
 
-def launch(train: Callable[..., Any], settings: Config | None = None, **changes: Any) -> Any:
+def launch(
+    train: Callable[..., Any],
+    settings: Config | None = None,
+    *,
+    backend: str | None = None,
+    num_devices: int | None = None,
+    device: str | None = None,
+    precision: str | None = None,
+    compile: str | None = None,
+    check: str | None = None,
+    shard: str | None = None,
+    remat: str | None = None,
+    strategy: str | None = None,
+    cut_at: str | None = None,
+    split_size: int | None = None,
+    batch_size: int | None = None,
+    accumulate: int | None = None,
+    max_steps: int | None = None,
+    batch_norm: str | None = None,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    workdir: str | os.PathLike[str] | None = None,
+    log_every: int | None = None,
+    verbose: int | None = None,
+    tracker: str | None = None,
+    checkpoint_every: str | int | None = None,
+    checkpoint_dir: str | None = None,
+    checkpoint_weights: str | None = None,
+    keep: int | None = None,
+    resume: bool | None = None,
+    max_restarts: int | None = None,
+    hang_timeout: float | None = None,
+) -> Any:
     """Runs `train(runner)` on one or many devices.
 
-    With torch on several devices it runs in a process for each. With `max_restarts` or `hang_timeout`, and where this
-    process has started another backend or fewer virtual devices, it runs in one of its own. Then `train` is sent with
-    what it refers to; the script or notebook is not run there. Otherwise it runs in this process.
+    With torch on several devices `train` runs in one process per device. With `max_restarts` or `hang_timeout`, and
+    where this process has started another backend or fewer virtual devices, it runs in a new process. Then `train` is
+    sent with what it refers to; the script or notebook does not run there again. Otherwise it runs in this process.
+
+    An argument that is None keeps the value of `settings`, or the default. `help(kerasdp.Config)` says more about each.
 
     Args:
         train: gets a `kerasdp.Runner`, after the backend is chosen; builds and fits a Keras model with it. Any
-            function, also one within another, a lambda, or one of a notebook.
-        settings: the choices of the run. None: all defaults.
-        **changes: fields of `kerasdp.Config` that replace those of `settings`: `backend="torch"`, `num_devices=4`.
+            function, also a nested one, a lambda, or one of a notebook.
+        settings: a `kerasdp.Config` to start from. None: all defaults.
+        backend: `"torch"`, `"jax"` or `"tensorflow"`. Default: the backend of Keras.
+        num_devices: GPUs, TPUs or virtual CPU devices. Default: all GPUs or TPUs, or one CPU device.
+        device: `"gpu"`, `"tpu"`, `"cpu"`, or `"auto"`: GPUs or TPUs if there are any.
+        precision: `"auto"`, `"float32"`, `"tf32"`, `"bfloat16"`, `"float16"` or `"float64"`.
+        compile: torch: `"on"`, `"off"`, or `"auto"`: compile a step where many are to come.
+        check: `"first"`: compare a split batch with a whole one before the first update; `"off"`.
+        shard: what each device holds a part of: `"none"`, `"optimizer"` or `"weights"`.
+        remat: layers that are computed again in the backward pass: `"none"`, `"blocks"`, or names.
+        strategy: what the devices share: `"data"`, `"pipeline"` (torch) or `"tensor"` (jax).
+        cut_at: names of layers after which a pipeline is cut, comma-separated.
+        split_size: samples per micro-batch of a pipeline.
+        batch_size: samples per step over all devices, where `fit` does not say. Default: 64.
+        accumulate: micro-batches per step, whose gradients are added up.
+        max_steps: updates after which the run ends.
+        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over the rows of each device.
+        seed: of initial weights, sample order and dropout. Default: 0.
+        deterministic: the same bits again on the same GPUs; slower.
+        workdir: folder for the files of the run. Default: none are written.
+        log_every: steps between two lines of `steps.jsonl`.
+        verbose: 0: nothing, 1: progress bar, 2: a line per epoch.
+        tracker: `"tensorboard"`, `"wandb"`, `"mlflow"`, or some of them, comma-separated.
+        checkpoint_every: `"epoch"`, `"never"`, steps (`50`) or minutes (`"10m"`).
+        checkpoint_dir: folder or URL of the checkpoints. Default: in `workdir`.
+        checkpoint_weights: `"all"`, or `"trained"`: without frozen weights.
+        keep: number of newest checkpoints to keep.
+        resume: start from the newest checkpoint, if there is one.
+        max_restarts: how often to restart from the last checkpoint when a worker dies or hangs.
+        hang_timeout: seconds without a move after which the run ends. 0: never.
 
     Returns:
         What `train` returned (with torch on several devices: on rank 0).
 
     Raises:
-        TypeError: if there is no such choice.
         UserError: if a choice cannot be had on this machine; if `train` has to be sent to other processes and refers to
             something that cannot be; within the `train` of another launch.
-        RunError: if a worker failed; the text is that worker's error.
-        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint. Where nobody catches it the
+        RunError: if a worker failed; the text is the error of the worker.
+        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint. If nothing catches it, the
             program ends with its line and exit code 99.
-        KeyboardInterrupt: after Ctrl-C, with a checkpoint of the last step; a second Ctrl-C does not wait for that.
+        KeyboardInterrupt: after Ctrl-C, with a checkpoint of the last step; a second Ctrl-C does not wait for it.
+
+    Example:
+        ```python
+        def train(runner):
+            model = keras.Sequential([keras.layers.Dense(10)])
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            return model.fit(x, y, batch_size=64, epochs=5)
+
+        history = kerasdp.launch(train, backend="jax", num_devices=2, workdir="runs/mine")
+        ```
     """
+    given = {name: value for name, value in locals().items() if name not in ("train", "settings")}
+    changes = {name: value for name, value in given.items() if value is not None}
     with _explained_end(settings, changes):
         if _training.locked():
             raise UserError(
@@ -310,9 +382,9 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         runner = Runner(settings, devices, strategy)
         if settings.remat != "none":
             remat = importlib.import_module("kerasdp.scale.remat")
-            runner.transforms.append(functools.partial(remat.rematerialize_in, what=settings.remat))
+            runner._transforms.append(functools.partial(remat.rematerialize_in, what=settings.remat))
         one_prints = _only_prints_of(processes.rank == 0)
-        with ending_alike(processes), _training, runner.training_function(), one_prints:
+        with ending_alike(processes), _training, runner._training_function(), one_prints:
             result = train(runner)
         if outcome.current is None:
             return result

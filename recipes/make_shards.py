@@ -67,4 +67,4 @@ if __name__ == "__main__":
     parser.add_argument("--num_shards", type=int, default=3)
     arguments = parser.parse_args()
     function = functools.partial(write, folder=arguments.folder, kind=arguments.format, num_shards=arguments.num_shards)
-    kerasdp.launch(function, dataset=arguments.dataset, num_devices=1, device="cpu", verbose=0)
+    kerasdp.launch(function, kerasdp.Config(dataset=arguments.dataset, num_devices=1, device="cpu", verbose=0))

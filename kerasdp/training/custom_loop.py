@@ -196,12 +196,12 @@ class Step:
                 if is_given:
                     meet(runner.strategy.processes, self.__name__, {"batch": described(batch.sample.data)})
                 self._model = self._made(batch.sample)
-        if runner.loop is not None and (is_given or batch.sample is runner.loop.sample):
-            runner.loop.take(self._model)
+        if runner._loop is not None and (is_given or batch.sample is runner._loop.sample):
+            runner._loop.take(self._model)
         # Where it is not known how many steps there will be, torch compiles them only with --compile=on.
-        is_full = is_given and (runner.loop is not None or runner.config.compile != "auto")
+        is_full = is_given and (runner._loop is not None or runner.config.compile != "auto")
         rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
-        with runner.model_steps.running(self._model) as functions, rows:
+        with runner._model_steps.running(self._model) as functions, rows:
             leaves = functions.train(batch.data, Detail.NOTHING).logs["result"]
         structure = self._model.structure
         return _as_ordered(structure, keras.tree.pack_sequence_as(structure, leaves))
@@ -225,7 +225,7 @@ class Step:
                 "read the weights; use fit, with a train_step of your own, or leave out --shard"
             )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
-        with runner.continued_scope():
+        with runner._continued_scope():
             traced = functools.partial(strategy.each_replica, is_traced=True)
             with explaining_trial(f"the step {self.__name__}", NUM_ROWS, is_split=False):
                 parts = find_parts(lambda data: _call(self._function, data), sample, traced, STEP)
@@ -234,10 +234,10 @@ class Step:
                     optimizer.build(weights)
             model = StepModel(self._function, parts, self._returns)
             portable(model, config.batch_norm)
-            for transform in runner.transforms:
+            for transform in runner._transforms:
                 transform(model)
-        runner.made_before.refuse(model)
-        with runner.model_steps.running(model):
+        runner._made_before.refuse(model)
+        with runner._model_steps.running(model):
             # Trials leave metrics as at the begin of an epoch; these may hold what a loop, or one before it, has seen.
             kept = [(variable, keras.ops.convert_to_numpy(variable).copy()) for variable in model.metrics_variables]
             find_rows(model, reader, config, strategy, "train_step")

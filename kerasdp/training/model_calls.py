@@ -44,9 +44,9 @@ def through_model(method: Method) -> Method:
         kind = next(kind for kind in type(model).__mro__ if name in vars(kind))  # whose method it is
         if issubclass(keras.Model, kind) or _would_preprocess(model, kind):
             return on_all_ranks(runner, model, **given)
-        num_model_calls = runner.num_model_calls
+        num_model_calls = runner._num_model_calls
         result = vars(kind)[name](model, **given)
-        if runner.num_model_calls == num_model_calls:
+        if runner._num_model_calls == num_model_calls:
             raise UserError(f"{type(model).__name__} has a {name} of its own, which does not call super().{name}")
         return result
 
@@ -90,7 +90,7 @@ def _through_runner(
     runner: Any, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
     """Is called in the place of a method of all models while a runner is there."""
-    if runner.model_steps.num_running and name != "evaluate":
+    if runner._model_steps.num_running and name != "evaluate":
         return method(model, *args, **kwargs)
     if name in ("train_on_batch", "test_on_batch"):
         raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")
@@ -102,7 +102,7 @@ def _through_runner(
     if name == "predict_on_batch":
         (x,) = inspect.signature(method).bind(model, *args, **kwargs).args[1:]
         return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
-    runner.num_model_calls += 1
+    runner._num_model_calls += 1
     # Not the one of `through_model`: this may be the `super()` of a model's own method.
     own = getattr(type(runner), name).__wrapped__
     return own(runner, model, **_arguments(own, runner, model, *args, **kwargs))

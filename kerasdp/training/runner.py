@@ -59,23 +59,20 @@ class Runner:
         devices: the devices of the run.
         strategy: how the devices share the work (`kerasdp.contract.Strategy`).
         state: where the training is.
-        num_fits: calls of `fit`.
-        model_steps: the step functions of the models.
-        num_model_calls: calls of models' own methods that came to this runner.
-        loop: that runs over `batches`; None outside of one.
-        transforms: change how the layers of a model work before its first step, as rematerialization does.
     """
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy):
         self.config, self.devices, self.strategy = config, devices, strategy
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
-        self.num_fits = self.num_model_calls = 0
-        self.model_steps = ModelSteps(config, strategy, self.state)
-        self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
+        self._num_fits = 0
+        self._num_model_calls = 0  # of `model.fit` and the like, which came here
+        self._model_steps = ModelSteps(config, strategy, self.state)
+        self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
-        self.loop: CustomLoop | None = None
-        self.transforms: list[Callable[[keras.Model], Any]] = []
+        self._loop: CustomLoop | None = None
+        # They change how the layers of a model work before its first step, as rematerialization does.
+        self._transforms: list[Callable[[keras.Model], Any]] = []
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
         save_optimizers_by_public_names()
@@ -94,11 +91,11 @@ class Runner:
         return self.strategy.processes.rank == 0
 
     @contextlib.contextmanager
-    def training_function(self) -> Iterator[None]:
+    def _training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
         hook_layers()
         with (
-            self.continued_scope(),
+            self._continued_scope(),
             model_calls_through(self),
             metrics_of_ranks_as_they_are(),
             kept_by_clear_session(),
@@ -113,10 +110,10 @@ class Runner:
         Models, optimizers and metrics made elsewhere in `train` have weights of the seed, too, but of other places.
         """
         self._numbering.restart()
-        return self.continued_scope()
+        return self._continued_scope()
 
     @contextlib.contextmanager
-    def continued_scope(self) -> Iterator[None]:
+    def _continued_scope(self) -> Iterator[None]:
         """Returns the context in which what is made has the weights of its place in the run, counted on from before."""
         with self.strategy.scope(), initial_weights.portable(self.config.seed, self._numbering):
             yield
@@ -159,7 +156,7 @@ class Runner:
             ReplicasDifferError: if the replicas do not hold equal weights at the end.
         """
         batch_size = batch_size or self.config.batch_size
-        if self.model_steps.num_running:
+        if self._model_steps.num_running:
             raise UserError("fit within fit: a callback cannot train; train the other model after this one")
         epochs = min(epochs, keras.config.max_epochs() or epochs)
         if validation_split and validation_data is None:
@@ -226,10 +223,10 @@ class Runner:
             model=model.name,
             data=reader.name,
             unused=_unused(model, reader),
-            folder=self.config.folder_of_fit(self.num_fits + 1),
+            folder=self.config.folder_of_fit(self._num_fits + 1),
         )
-        self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
-        return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
+        self._num_fits, known = self._num_fits + 1, (self.config, self.strategy, self.state)
+        return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self._num_fits, verbose=verbose)
 
     @through_model
     def evaluate(
@@ -281,7 +278,7 @@ class Runner:
             callbacks = keras.callbacks.CallbackList(
                 callbacks, add_progbar=verbose != 0, verbose=verbose, epochs=1, steps=reader.num_batches, model=model
             )
-        with self.model_steps.running(model, evaluated) as functions:
+        with self._model_steps.running(model, evaluated) as functions:
             with_loss = step == "test_step"
             if ("loss" if with_loss else "outputs") not in row_layout_of(model).checked and not own_steps(model):
                 with watchdog.current.compiling():
@@ -337,10 +334,10 @@ class Runner:
 
     def _batches_of(self, loop: CustomLoop) -> Generator[LoopBatch, None, None]:
         """Yields the batches of a loop; the first that is asked for begins it."""
-        if self.loop is not None and self._saved_parts is not None:  # it was left by an error, say
-            self.loop.generator.close()
+        if self._loop is not None and self._saved_parts is not None:  # it was left by an error, say
+            self._loop.generator.close()
         with contextlib.ExitStack() as stack:
-            if self.loop is None:
+            if self._loop is None:
                 self._begin_loop(loop, stack)
             else:
                 loop.begin(RunState(), None, None)
@@ -362,8 +359,8 @@ class Runner:
         elif self.config.keeps_checkpoints and self.is_chief and self.config.verbose != 0:
             say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
         loop.begin(self.state, callbacks, saved, self.config.max_steps)
-        self.loop = loop
-        stack.callback(setattr, self, "loop", None)
+        self._loop = loop
+        stack.callback(setattr, self, "_loop", None)
 
     def steps(self, number: int) -> Iterator[int]:
         """Yields the numbers of the steps of a loop that brings its own data, from 0, or from where a run resumes.
@@ -384,9 +381,9 @@ class Runner:
         Raises:
             UserError: outside of a loop over `batches`.
         """
-        if self.loop is None:
+        if self._loop is None:
             raise UserError("log: there is no loop over runner.batches")
-        self.loop.logs = dict(logs)
+        self._loop.logs = dict(logs)
 
     def checkpoint(self, *, models: Any, optimizers: Any, metrics: Any = None, variables: Any = None) -> None:
         """Says what the next loop over `batches` saves: as with `fit`, it resumes on any backend and number of devices.
@@ -414,11 +411,11 @@ class Runner:
 
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
-        self.made_before.refuse(model)
+        self._made_before.refuse(model)
         batch = first_of(reader)
         with watchdog.current.compiling():
-            prepare(model, reader, batch, self.config, self.strategy, self.continued_scope, step)
-            for transform in self.transforms:
+            prepare(model, reader, batch, self.config, self.strategy, self._continued_scope, step)
+            for transform in self._transforms:
                 transform(model)
         return len(batch.indices)
 
@@ -433,7 +430,7 @@ class Runner:
         """
         checkpointer = callbacks.checkpointer
         waiting = signals.awaited() if checkpointer else contextlib.nullcontext()
-        with self.model_steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
+        with self._model_steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
             try:
                 with watchdog.current.compiling():
                     check_first_step(model, self.config, self.strategy, reader)

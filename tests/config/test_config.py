@@ -13,6 +13,7 @@ from kerasdp.cli.main import Own
 from kerasdp.config import BACKENDS, Config
 from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
+from kerasdp.launch import launch
 
 PIPELINE = {"strategy": "pipeline"}
 
@@ -156,3 +157,11 @@ def test_types_that_people_have_in_python(name, value, plain):
     assert (found, type(found)) == (plain, type(plain))
     assert settings == Config(**{name: plain})
     assert name != "checkpoint_every" or settings.checkpoint_interval() == (50, None)
+
+
+def test_arguments_of_launch_are_choices_and_are_explained():
+    of_recipes = {"model", "dataset", "data_dir", "epochs", "optimizer", "learning_rate"}
+    arguments = set(inspect.signature(launch).parameters) - {"train", "settings"}
+    assert arguments == set(choices_of(Config)) - of_recipes
+    for name in arguments:
+        assert f"\n        {name}: " in launch.__doc__, name

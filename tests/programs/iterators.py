@@ -176,7 +176,7 @@ def train(runner, names):
             model.compile(keras.optimizers.SGD(RATE), "mse", weighted_metrics=[])
         batches, options = next(make for make in KINDS if make.__name__ == name)()
         runner.fit(model, batches, batch_size=BATCH, epochs=EPOCHS, verbose=0, shuffle=False, **options)
-        folder = os.path.join(runner.config.workdir, f"fit-{runner.num_fits}" if runner.num_fits > 1 else "")
+        folder = os.path.join(runner.config.workdir, f"fit-{runner._num_fits}" if runner._num_fits > 1 else "")
         if runner.is_chief:
             with open(os.path.join(folder, "steps.jsonl")) as file:
                 found[name] = [json.loads(line)["loss"] for line in file]

