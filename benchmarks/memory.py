@@ -107,7 +107,7 @@ def main() -> None:
     for choice in (choice for choice in CHOICES if not left_out & choice.keys()):
         name = " ".join(f"`--{key}={value}`" for key, value in choice.items()) or "as it is"
         try:
-            measured = kerasdp.launch(run, **settings, **choice, verbose=0)
+            measured = kerasdp.launch(run, kerasdp.Config(**settings, **choice, verbose=0))
         except kerasdp.UserError as error:
             print(f"| {name} | {error} |", flush=True)
             continue

@@ -122,7 +122,8 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
 def counted(name: str, backend: str | None = None) -> Counted:
     """Counts a model of `MODELS`, or `"gpt"`."""
     settings = {"model": name, "dataset": MODELS[name]} if name in MODELS else {"model": "keras_models:gpt"}
-    found = kerasdp.launch(count, backend=backend, num_devices=1, device="cpu", verbose=0, **settings)
+    config = kerasdp.Config(backend=backend, num_devices=1, device="cpu", verbose=0, **settings)
+    found = kerasdp.launch(count, config)
     return Counted(name=name, **found)
 
 

@@ -15,6 +15,9 @@ from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_sched
 from kerasdp.reporting import report, run_files
 from kerasdp.run_state import RunState
 
+# A first loss that is so many times a guess's is worth a line. Fresh models on scaled inputs have at most twice that.
+_FAR_ABOVE = 10
+
 
 class Recorder(keras.callbacks.Callback):
     """Writes the files of a run and its first and last lines, and ends it at a loss that is not a number.
@@ -163,6 +166,12 @@ class Recorder(keras.callbacks.Callback):
             if loss is None:  # a user-defined train_step that does not tell it
                 continue
             last = float(loss)
+            chance = self.facts.chance_loss
+            if step == 1 and chance and chance * _FAR_ABOVE < last < math.inf and self.strategy.processes.rank == 0:
+                report.warn(
+                    f"the first loss is {last:.5g}; a model that guesses has {chance:.2g}. Scale the inputs (images "
+                    "from 0 to 255 by keras.layers.Rescaling(1 / 255)), or look at labels and from_logits"
+                )
             self._losses = [self._losses[0] + last, self._losses[1] + 1]
             if not math.isfinite(last):
                 raise NonFiniteLossError(

@@ -26,6 +26,7 @@ class Facts:
         data: name of the data set, if it has one.
         unused: choices of which nothing was made: the model, the optimizer or the data are user-defined.
         folder: where the files of this `fit` go; None: there are none.
+        chance_loss: of a model that has learned nothing; None where that is not known.
     """
 
     config: Config
@@ -37,6 +38,7 @@ class Facts:
     data: str = ""
     unused: tuple[str, ...] = ()
     folder: str | None = None
+    chance_loss: float | None = None
 
     @property
     def title(self) -> str:

@@ -7,6 +7,7 @@ Keras' own error, which comes before the first step, too.
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,16 @@ import numpy as np
 from kerasdp.data.batch import Batch, Reader, SampleReader
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.models import loss_options, made_by_compile, output_symbols, symbols_of, targets_of_losses
+from kerasdp.keras_compat.layers import all_layers
+from kerasdp.keras_compat.models import (
+    as_functional,
+    loss_options,
+    made_by_compile,
+    output_symbols,
+    symbols_of,
+    targets_of_losses,
+)
+from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
 from kerasdp.step.global_batch import is_loss_of_keras
 
@@ -76,6 +86,40 @@ def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validatio
         check(batch.targets, batch.sample_weight, batch.own_indices, title)
 
     reader.check = check_batch
+
+
+# Layers that take numbers of any scale, or give them one.
+_SCALING = (
+    keras.layers.Rescaling, keras.layers.Normalization, keras.layers.BatchNormalization, keras.layers.Embedding,
+    keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.RMSNormalization,
+    keras.layers.Lambda, keras.layers.Discretization, keras.layers.CategoryEncoding,
+)  # fmt: skip
+
+
+def warn_of_unscaled_images(model: keras.Model, batch: Batch) -> None:
+    """Warns of images from 0 to 255 for a model in which nothing scales them, as far as its layers are Keras' own."""
+    graph = as_functional(model)
+    images = [each.dtype == "uint8" and each.ndim > 2 for each in keras.tree.flatten(batch.inputs) if each is not None]
+    if graph is None or not any(images):
+        return
+    operations = [*graph.operations, *all_layers(model)]
+    are_known = all(isinstance(each, keras.Layer) and type(each).__module__[:6] == "keras." for each in operations)
+    if are_known and not any(isinstance(each, _SCALING) for each in operations):
+        report.warn(
+            f"{model.name}: gets images from 0 to 255 (uint8), and no layer scales them. Begin the model with "
+            "keras.layers.Rescaling(1 / 255)"
+        )
+
+
+def chance_loss(model: keras.Model) -> float | None:
+    """Returns the cross-entropy of a model that gives each class the same probability; None for other losses."""
+    known = _outputs_of.get(model)
+    losses = [] if known is None or known[2] is None else targets_of_losses(model, known[2], known[2])
+    functions = {keras.losses.sparse_categorical_crossentropy, keras.losses.categorical_crossentropy}
+    if len(losses) != 1 or getattr(losses[0][1], "fn", None) not in functions:
+        return None
+    num_classes = losses[0][3].shape[loss_options(losses[0][1]).get("axis", -1)]
+    return math.log(num_classes) if num_classes and num_classes > 1 else None
 
 
 def _has_usual_loss(model: keras.Model) -> bool:

@@ -38,7 +38,7 @@ from kerasdp.step.global_batch import (
 )
 from kerasdp.step.replica import all_variables, require_known_weights
 from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_layout, is_known, row_layout_of
-from kerasdp.training.data_checks import check_data
+from kerasdp.training.data_checks import check_data, warn_of_unscaled_images
 
 # What `compile` had made of a model when it was said what its losses and metrics cost.
 _said_of: ModelCache[tuple[Any, Any]] = ModelCache()
@@ -94,6 +94,8 @@ def prepare(
             check_data(model, reader, batch)
     if step == "train_step":
         _refuse_to_train(model, config)
+        if strategy.processes.rank == 0:
+            warn_of_unscaled_images(model, batch)
     require_known_weights(model)
     with scope():  # a seed generator that a layer gets is a variable on each device
         portable(model, config.batch_norm)

@@ -37,7 +37,7 @@ from kerasdp.step.check import check_first_step
 from kerasdp.step.row_search import row_layout_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.custom_loop import CustomLoop, LoopBatch, SavedParts, Step
-from kerasdp.training.data_checks import about_validation, check_data
+from kerasdp.training.data_checks import about_validation, chance_loss, check_data
 from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
@@ -224,6 +224,7 @@ class Runner:
             data=reader.name,
             unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self._num_fits + 1),
+            chance_loss=chance_loss(model),
         )
         self._num_fits, known = self._num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self._num_fits, verbose=verbose)

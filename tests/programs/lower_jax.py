@@ -133,7 +133,7 @@ def programs_of(case):
     }  # fmt: skip
     settings |= {"model": case["model"]} if case["model"] not in ("gpt", "pooling", "lstm") else {}
     try:
-        model = kerasdp.launch(lambda runner: train(runner, case), backend="jax", **settings)
+        model = kerasdp.launch(lambda runner: train(runner, case), kerasdp.Config(backend="jax", **settings))
     finally:
         jax.jit = recorder.jit
     found = []

@@ -38,6 +38,6 @@ def of_flags(runner):
 
 for train in (own, of_flags):
     kerasdp.launch(
-        train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=2, max_steps=4,
-        workdir=f"{folder}/{train.__name__}", dataset="synthetic(shape=(28,28,1), num_samples=256)",
+        train, kerasdp.Config(dataset="synthetic(shape=(28,28,1), num_samples=256)"), backend=backend,
+        num_devices=int(num_devices), device="cpu", verbose=2, max_steps=4, workdir=f"{folder}/{train.__name__}",
     )  # fmt: skip

@@ -111,7 +111,8 @@ def launched(train, strategy, **settings):
     # Four devices are there from the start: the first run has them.
     num_devices = 4 if strategy == "tensor" else 1
     settings = {"device": "cpu", "verbose": 0, "log_every": 1, "model": "convnet"} | settings
-    return kerasdp.launch(train, backend="jax", strategy=strategy, num_devices=num_devices, **settings)
+    config = kerasdp.Config(backend="jax", strategy=strategy, num_devices=num_devices, **settings)
+    return kerasdp.launch(train, config)
 
 
 def error_of(train):

@@ -39,7 +39,7 @@ def train(num_steps, runner):
 def run(num_steps, **settings):
     """Returns the losses."""
     config = {"backend": "tensorflow", "device": "cpu", "num_devices": 2, "batch_size": 12, "verbose": 0} | settings
-    return kerasdp.launch(functools.partial(train, num_steps), **config)
+    return kerasdp.launch(functools.partial(train, num_steps), kerasdp.Config(**config))
 
 
 def main():

@@ -116,3 +116,40 @@ def test_what_one_device_sees_ends_the_run(backend):
         assert done.returncode == 1 and re.search(r"rank 0 is at .*, rank 1 is at .*: nothing moved for", done.stderr)
     else:
         assert result_of(done)["a later batch"][0] == expected("a later batch")
+
+
+UNSCALED = """
+import keras
+import numpy as np
+import kerasdp
+
+def train(runner):
+    random = np.random.RandomState(0)
+    x, y = random.randint(0, 256, (128, 8, 8, 1)).astype("uint8"), random.randint(0, 10, 128)
+    first = {"scaled": [keras.layers.Rescaling(1 / 255)], "own": [Own()], "unscaled": [], "floats": []}
+    for name, layers in first.items():
+        layers = [*layers, keras.layers.Flatten(), keras.layers.Dense(64), keras.layers.Dense(10)]
+        model = keras.Sequential([keras.Input((8, 8, 1)), *layers], name=name)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        given = x.astype("float32") * 100 if name == "floats" else x
+        model.fit(given, y, batch_size=64, epochs=1, steps_per_epoch=1, verbose=0)
+
+class Own(keras.layers.Layer):
+    def call(self, x):
+        return keras.ops.cast(x, "float32") / 255
+
+kerasdp.launch(train, num_devices=2, device="cpu", verbose=0)
+"""
+
+
+@pytest.mark.short("torch")
+def test_images_that_nothing_scales_are_named(backend):
+    done = run("-c", UNSCALED, KERAS_BACKEND=backend)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    unscaled = (
+        "warning: unscaled: gets images from 0 to 255 (uint8), and no layer scales them. Begin the model with "
+        "keras.layers.Rescaling(1 / 255)"
+    )
+    assert lines and lines[0] == unscaled, done.stderr
+    assert all(re.match(r"warning: the first loss is \d+(\.\d+)?; a model that guesses has 2\.3", x) for x in lines[1:])
+    assert len(lines) == 3
