@@ -106,19 +106,22 @@ def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str 
     return keras.Model(inputs, layers.Dense(num_classes, name="logits", **kernels)(x), name="mlp")
 
 
-def lenet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds two convolutions with average pooling, then two dense layers: LeNet with ReLU.
+def lenet(
+    input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None, activation: str = "tanh"
+) -> keras.Model:
+    """Builds two convolutions with average pooling, then two dense layers: LeNet.
 
     As in the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998), for images of `(28, 28, 1)`.
+    The chapter has `activation="relu"`, which amplifies round-off: where an input is almost 0, its gradient is 0 or 1.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
-    x = layers.Conv2D(20, 3, activation="relu", name="conv1", **kernels)(x)
+    x = layers.Conv2D(20, 3, activation=activation, name="conv1", **kernels)(x)
     x = layers.AveragePooling2D(2, name="pool1")(x)
-    x = layers.Conv2D(50, 5, activation="relu", name="conv2", **kernels)(x)
+    x = layers.Conv2D(50, 5, activation=activation, name="conv2", **kernels)(x)
     x = layers.AveragePooling2D(2, name="pool2")(x)
     x = layers.Flatten(name="flatten")(x)
-    x = layers.Dense(128, activation="relu", name="dense1", **kernels)(x)
+    x = layers.Dense(128, activation=activation, name="dense1", **kernels)(x)
     return keras.Model(inputs, layers.Dense(num_classes, name="logits", **kernels)(x), name="lenet")
 
 
