@@ -50,12 +50,13 @@ def compare(config: kerasdp.Config, backends: list[str] | None, device_counts: l
         seed=config.seed,
         batch_norm=config.batch_norm,
         compile=config.compile,
+        with_plain=True,
         report=lambda outcome: print(f"{outcome.way}: {outcome.seconds:.1f} s", flush=True),
     )
     print(comparison.table())
     os.makedirs(config.workdir, exist_ok=True)
     picture = os.path.join(config.workdir, "parity.png")
-    comparison.draw(picture, f"{config.model} on {config.dataset}, batch {config.batch_size}, trained many ways")
+    comparison.draw(picture, f"{config.model} on {config.dataset}, batch {config.batch_size}")
     print(f"picture in {picture}")
     return comparison.passed
 

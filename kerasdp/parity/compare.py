@@ -10,7 +10,7 @@ import numpy as np
 from kerasdp.config import BACKENDS
 from kerasdp.errors import RunError, UserError
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
-from kerasdp.parity.trace import Job, Trace, Way, trace
+from kerasdp.parity.trace import Job, Trace, Way, plain_losses, trace
 from kerasdp.processes.devices import is_installed
 from kerasdp.reporting.report import in_columns
 from kerasdp.reporting.run_files import BACKEND_COLOURS, make_figure
@@ -68,10 +68,12 @@ class Comparison:
     Args:
         outcomes: one for each way, the first being the reference.
         tolerance: of the losses.
+        plain: the losses of Keras' own `fit` on one device, by backend, if they were asked for.
     """
 
     outcomes: list[Outcome]
     tolerance: Tolerance
+    plain: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -95,13 +97,17 @@ class Comparison:
         return "\n".join([in_columns(rows, right=(1, 2, 3)), *words])
 
     def draw(self, path: str, title: str = "One model, trained many ways") -> None:
-        """Draws losses, and their relative differences from the reference's with the tolerance, by step.
+        """Draws losses by step: plain Keras' if they are there, and these; below, their differences.
+
+        The differences are relative to the losses of the reference. A line shows the tolerance.
 
         Args:
             path: of the PNG file.
             title: says what was trained.
         """
-        figure, (upper, lower) = make_figure(7.6, 6.4, rows=2)
+        figure, (*first, upper, lower) = make_figure(7.6, 6.4 + 2.8 * bool(self.plain), rows=2 + bool(self.plain))
+        for backend, losses in self.plain.items():
+            first[0].plot(losses, color=BACKEND_COLOURS[backend], linewidth=1.2, label=backend)
         trained = [outcome for outcome in self.outcomes if len(outcome.losses)]
         counts = list(dict.fromkeys(outcome.way.num_devices for outcome in trained))
         for index, outcome in enumerate(trained):
@@ -118,6 +124,12 @@ class Comparison:
         longest = max((len(outcome.losses) for outcome in trained), default=1)
         allowed = [self.tolerance.after(step) for step in range(longest)]
         lower.plot(range(longest), allowed, color="#888888", linewidth=1, label="tolerance")
+        if self.plain:
+            first[0].set(
+                ylabel="loss", title=f"Plain Keras with one seed: {len(self.plain)} backends, {len(self.plain)} curves"
+            )
+            first[0].legend(frameon=False, fontsize=8)
+            title = f"kerasdp: {len(trained)} trainings{', one curve' * self.passed} ({title})"
         upper.set(ylabel="loss", title=title)
         lower.set(xlabel="step", ylabel="relative difference", yscale="log")
         upper.legend(frameon=False, ncols=3, fontsize=8)
@@ -134,6 +146,7 @@ def compare(
     precision: str = "float32",
     tolerance: Tolerance | None = None,
     report: Callable[[Outcome], None] | None = None,
+    with_plain: bool = False,
     **choices: Any,
 ) -> Comparison:
     """Trains a model on each backend and device count, each in a process of its own, and compares with the first.
@@ -150,6 +163,7 @@ def compare(
         precision: `"float32"`, or `"float64"`, in which only mistakes are left.
         tolerance: None: that of `kerasdp.parity.divergence.tolerance_for`.
         report: called with each outcome as it comes.
+        with_plain: also train by Keras' own `fit` on each backend, for the picture.
         **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`,
             `compile` (of torch).
 
@@ -175,7 +189,8 @@ def compare(
         outcomes.append(judge(way, reference_of(way), tolerance))
         if report is not None:
             report(outcomes[-1])
-    return Comparison(outcomes=outcomes, tolerance=tolerance)
+    plain = {name: plain_losses(job, name) for name in names} if with_plain else {}
+    return Comparison(outcomes=outcomes, tolerance=tolerance, plain=plain)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,6 +125,42 @@ def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
         return run_workers(_launch, (job, way, function, *args), names=[f"{way}:"], variables=lambda number: variables)
 
 
+def plain_losses(job: Job, backend: str) -> np.ndarray:
+    """Returns the losses of Keras' own `fit` on a backend, on one device, in a new process, without kerasdp."""
+    with contextlib.ExitStack() as stack:
+        build_model = stack.enter_context(sent(job.build_model))
+        data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
+        job = dataclasses.replace(job, build_model=build_model, data=data)
+        variables = {"KERAS_BACKEND": backend, "KERAS_TORCH_DEVICE": "cpu", "JAX_PLATFORMS": "cpu"}
+        if job.device != "cpu":
+            variables = {"KERAS_BACKEND": backend}
+        found: np.ndarray = run_workers(_fit_plainly, (job,), names=["Keras:"], variables=lambda number: variables)
+        return found
+
+
+def _fit_plainly(job: Job) -> np.ndarray:
+    import keras
+
+    from kerasdp.data.sources import ArraySource
+
+    keras.utils.set_random_seed(job.seed)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(job.data() if callable(job.data) else job.data)
+    if isinstance(x, ArraySource):
+        x, (y, sample_weight) = x.arrays, x.all_targets
+    model, losses, seen = job.build_model(), list[float](), 0.0
+
+    def note(batch: int, logs: dict[str, float]) -> None:  # Keras' logs hold the mean over the epoch so far
+        nonlocal seen
+        losses.append(logs["loss"] * (batch + 1) - (seen if batch else 0.0))
+        seen = logs["loss"] * (batch + 1)
+        model.stop_training = len(losses) == job.steps
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+    options = {"class_weight": job.class_weight, "callbacks": [callback], "verbose": 0}
+    model.fit(x, y, job.batch_size, epochs=job.steps, sample_weight=sample_weight, **options)
+    return np.array(losses)
+
+
 def _launch(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
     choices = {name: getattr(job, name) for name in ("device", "batch_size", "seed", "batch_norm")}
     choices["compile"] = job.compile if way.backend == "torch" else "auto"

@@ -59,3 +59,28 @@ def test_alike_in_float32():
 def test_batch_norm_of_each_replica():
     """The backends agree with one another on each number of devices."""
     assert largest_difference("convnet", 61, batch_norm="replica") < 1e-4
+
+
+def of_squares():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def samples():
+    x = np.random.RandomState(0).uniform(size=(20, 4)).astype("float32")
+    return x, x.sum(1, keepdims=True)
+
+
+@pytest.mark.proof
+def test_plain_losses_are_those_of_keras():
+    """Of each step, over the end of an epoch, whose last batch is smaller."""
+    backend = keras.backend.backend()
+    found = plain_losses(Job(build_model=of_squares, data=samples, steps=5, batch_size=8), backend)
+    keras.utils.set_random_seed(0)
+    data, model, expected = samples(), of_squares(), []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: expected.append(logs["loss"]))
+    model.fit(*data, batch_size=8, epochs=2, verbose=0, callbacks=[note])
+    epoch = np.average(found[:3], weights=[8, 8, 4])
+    assert len(found) == 5
+    np.testing.assert_allclose(epoch, expected[0], rtol=1e-5)
