@@ -61,6 +61,21 @@ def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
         make_devices(Config(backend="torch"))
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
+def test_torch_says_that_it_leaves_the_gpu_of_a_mac_alone(monkeypatch):
+    import torch
+
+    from kerasdp.backends.torch.devices import make_devices
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: 0)
+    monkeypatch.setenv("KERAS_TORCH_DEVICE", "cpu")
+    words = "(Apple's GPU, mps, is not used: nobody has tried kerasdp on it)"
+    assert str(make_devices(Config(backend="torch"))) == f"1 virtual CPU device {words}"
+    assert str(make_devices(Config(backend="torch", device="cpu"))) == "1 virtual CPU device (as asked)"
+
+
 def test_what_is_unseen(monkeypatch):
     monkeypatch.setattr(hardware, "num_gpus", lambda: 1)
     with pytest.raises(UserError, match="driver has 1 GPU, and jax sees none: pip install 'kerasdp.jax-cuda.'"):

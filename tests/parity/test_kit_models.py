@@ -10,6 +10,7 @@ import pytest
 
 import kerasdp
 from kerasdp import parity
+from kerasdp.parity.trace import Job, plain_losses
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 
@@ -62,6 +63,8 @@ def test_batch_norm_of_each_replica():
 
 
 def of_squares():
+    import keras
+
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
@@ -72,9 +75,10 @@ def samples():
     return x, x.sum(1, keepdims=True)
 
 
-@pytest.mark.proof
 def test_plain_losses_are_those_of_keras():
     """Of each step, over the end of an epoch, whose last batch is smaller."""
+    import keras
+
     backend = keras.backend.backend()
     found = plain_losses(Job(build_model=of_squares, data=samples, steps=5, batch_size=8), backend)
     keras.utils.set_random_seed(0)

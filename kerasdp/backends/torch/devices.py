@@ -1,6 +1,7 @@
 """PyTorch: the devices of a run, a process each: chosen, started, joined, and given data."""
 
 import collections
+import dataclasses
 import functools
 import hashlib
 import os
@@ -65,6 +66,8 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
             )
         num_found = min(num_found, 1)
     devices = choose_devices(config, num_found, cluster=cluster, is_rank=cluster is not None)
+    if config.device == "auto" and not devices.is_accelerator and torch.backends.mps.is_available():
+        devices = dataclasses.replace(devices, reason="Apple's GPU, mps, is not used: nobody has tried kerasdp on it")
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
     if (cluster or devices.count == 1) and "keras" in sys.modules and wanted != known:
         raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
