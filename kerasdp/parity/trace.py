@@ -147,12 +147,13 @@ def _fit_plainly(job: Job) -> np.ndarray:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(job.data() if callable(job.data) else job.data)
     if isinstance(x, ArraySource):
         x, (y, sample_weight) = x.arrays, x.all_targets
-    model, losses, seen = job.build_model(), list[float](), 0.0
+    model, losses, num_rows = job.build_model(), list[float](), len(keras.tree.flatten(x)[0])
+    total = before = 0.0
 
-    def note(batch: int, logs: dict[str, float]) -> None:  # Keras' logs hold the mean over the epoch so far
-        nonlocal seen
-        losses.append(logs["loss"] * (batch + 1) - (seen if batch else 0.0))
-        seen = logs["loss"] * (batch + 1)
+    def note(batch: int, logs: dict[str, float]) -> None:  # Keras' logs hold the mean over the epoch's samples so far
+        nonlocal total, before
+        total, before = logs["loss"] * min((batch + 1) * job.batch_size, num_rows), total if batch else 0.0
+        losses.append((total - before) / min(job.batch_size, num_rows - batch * job.batch_size))
         model.stop_training = len(losses) == job.steps
 
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=note)
