@@ -293,6 +293,7 @@ ASSIGNED_ELSEWHERE = {
     "step/row_search.py": ("layout.outputs", "the kit's own"),
     "run_state.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
     "processes/signals.py": ("sys.unraisablehook", "Python's own switch"),
+    "parity/trace.py": ("model.stop_training", "what Keras' callbacks set"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),
     "training/callbacks.py": (("model.", "self._trained."), "stop_training, learning_rate: what Keras' callbacks set"),
 }
