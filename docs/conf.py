@@ -134,6 +134,21 @@ def _complete(app: object, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", named, text)
 
 
+def _examples_as_code(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Turns the ```python blocks of a docstring, the form of Keras' documentation, into directives of Sphinx."""
+    indent = None
+    for number, line in enumerate(lines):
+        if line.strip() == "```python":
+            indent = line[: len(line) - len(line.lstrip())]
+            lines[number] = f"{indent}.. code-block:: python\n"
+        elif line.strip() == "```" and indent is not None:
+            lines[number], indent = "", None
+        elif indent is not None and line:
+            lines[number] = f"    {line}"
+    lines[:] = "\n".join(lines).split("\n")
+
+
 def setup(app: object) -> None:
     """Is called by Sphinx."""
     app.connect("source-read", _complete)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-docstring", _examples_as_code, priority=400)  # type: ignore[attr-defined]  # before napoleon

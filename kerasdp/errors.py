@@ -76,10 +76,31 @@ def redacted(text: str, url: str = "") -> str:
 
 
 class RunError(Exception):
-    """A run that has to end. Its text is a whole message: what was expected, what was received, what to do.
+    """A run that has to end. The message says what was expected, what was received and what to do.
+
+    It is the base class of all errors of a run. A program that does not catch it ends with the message in one line, and
+    with the exit code `exit_code` (1, unless a subclass says otherwise).
 
     Args:
-        message: names choices as flags; see `addressed`. Passwords in URLs are left out.
+        message: the text. It names choices as flags, `--gpus=2`; people in Python read `num_devices=2`. Passwords in
+            URLs are removed.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(1e20), "mse")
+            model.fit(np.random.rand(64, 8), np.random.rand(64, 1), epochs=10)
+
+        try:
+            kerasdp.launch(train)
+        except kerasdp.RunError as error:
+            print(error)  # the loss became inf at step 2 ...
+        ```
     """
 
     exit_code = 1
@@ -96,7 +117,18 @@ class RunError(Exception):
 
 
 class UserError(RunError, ValueError):
-    """A flag, an argument or a file that cannot be used as given."""
+    """A flag, an argument or a file that cannot be used as given. The exit code is 2. It is also a `ValueError`.
+
+    Example:
+        ```python
+        import kerasdp
+
+        try:
+            config = kerasdp.Config(batch_size=0)
+        except kerasdp.UserError as error:
+            print(error)  # batch_size: expected a whole number of at least 1. Received: 0
+        ```
+    """
 
     exit_code = 2
 
@@ -118,7 +150,29 @@ class ReplicasDifferError(RunError):
 
 
 class PreemptedError(RunError):
-    """A signal asked the run to end; it has saved a checkpoint, from which it can resume."""
+    """A signal (SIGTERM or SIGUSR1) asked the run to end, and the run has saved a checkpoint. The exit code is 99.
+
+    The message says how to resume the run.
+
+    Example:
+        ```python
+        import signal
+        import keras
+        import numpy as np
+        import kerasdp
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            stop = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: signal.raise_signal(signal.SIGTERM))
+            model.fit(np.random.rand(64, 8), np.random.rand(64, 1), callbacks=[stop])  # as a scheduler would stop it
+
+        try:
+            kerasdp.launch(train, workdir="runs/stopped")
+        except kerasdp.PreemptedError as error:
+            print(error, error.exit_code)
+        ```
+    """
 
     # Grid Engine requeues a job that ends with this code; other schedulers can be told to.
     exit_code = 99

@@ -75,15 +75,16 @@ def launch(
 ) -> Any:
     """Runs `train(runner)` on one or many devices.
 
-    With torch on several devices `train` runs in one process per device. With `max_restarts` or `hang_timeout`, and
-    where this process has started another backend or fewer virtual devices, it runs in a new process. Then `train` is
-    sent with what it refers to; the script or notebook does not run there again. Otherwise it runs in this process.
+    With torch on several devices, `train` runs in one process per device. It runs in a new process if `max_restarts` or
+    `hang_timeout` is given, or if this process has started another backend or fewer virtual devices. `train` is sent to
+    such a process with the objects that it refers to; the script or notebook does not run there again. In all other
+    cases `train` runs in this process.
 
     An argument that is None keeps the value of `settings`, or the default. `help(kerasdp.Config)` says more about each.
 
     Args:
-        train: gets a `kerasdp.Runner`, after the backend is chosen; builds and fits a Keras model with it. Any
-            function, also a nested one, a lambda, or one of a notebook.
+        train: a function of a `kerasdp.Runner`, which builds and trains a Keras model. It may be any function, also a
+            nested one, a lambda, or a function of a notebook.
         settings: a `kerasdp.Config` to start from. None: all defaults.
         backend: `"torch"`, `"jax"` or `"tensorflow"`. Default: the backend of Keras.
         num_devices: GPUs, TPUs or virtual CPU devices. Default: all GPUs or TPUs, or one CPU device.
@@ -100,8 +101,8 @@ def launch(
         accumulate: micro-batches per step, whose gradients are added up.
         max_steps: updates after which the run ends.
         batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over the rows of each device.
-        seed: of initial weights, sample order and dropout. Default: 0.
-        deterministic: the same bits again on the same GPUs; slower.
+        seed: seed of initial weights, sample order and dropout. Default: 0.
+        deterministic: True: a repeated run on the same GPUs gives the same bits; slower.
         workdir: folder for the files of the run. Default: none are written.
         log_every: steps between two lines of `steps.jsonl`.
         verbose: 0: nothing, 1: progress bar, 2: a line per epoch.
@@ -112,27 +113,35 @@ def launch(
         keep: number of newest checkpoints to keep.
         resume: start from the newest checkpoint, if there is one.
         max_restarts: how often to restart from the last checkpoint when a worker dies or hangs.
-        hang_timeout: seconds without a move after which the run ends. 0: never.
+        hang_timeout: seconds without progress after which the run ends. 0: never.
 
     Returns:
-        What `train` returned (with torch on several devices: on rank 0).
+        The value that `train` returned (with torch on several devices: on rank 0).
 
     Raises:
-        UserError: if a choice cannot be had on this machine; if `train` has to be sent to other processes and refers to
-            something that cannot be; within the `train` of another launch.
+        UserError: if this machine does not have what an argument asks for; if `train` must be sent to other processes
+            and refers to an object that cannot be sent; if it is called within the `train` of another launch.
         RunError: if a worker failed; the text is the error of the worker.
-        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint. If nothing catches it, the
-            program ends with its line and exit code 99.
-        KeyboardInterrupt: after Ctrl-C, with a checkpoint of the last step; a second Ctrl-C does not wait for it.
+        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint. A program that does not catch
+            it ends with the message in one line, and with exit code 99.
+        KeyboardInterrupt: after Ctrl-C. The run saves a checkpoint of its last step first; a second Ctrl-C does not
+            wait for it.
 
     Example:
         ```python
-        def train(runner):
-            model = keras.Sequential([keras.layers.Dense(10)])
-            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-            return model.fit(x, y, batch_size=64, epochs=5)
+        import keras
+        import numpy as np
+        import kerasdp
 
-        history = kerasdp.launch(train, backend="jax", num_devices=2, workdir="runs/mine")
+        x, y = np.random.rand(64, 8), np.random.randint(0, 10, 64)
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(10)])
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            return model.fit(x, y, batch_size=32, epochs=2)
+
+        history = kerasdp.launch(train, num_devices=2, device="cpu", workdir="runs/mine")
+        print(history.history["loss"])
         ```
     """
     given = {name: value for name, value in locals().items() if name not in ("train", "settings")}
@@ -234,19 +243,33 @@ def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_devices(settings: Config) -> Iterator[list[str]]:
-    """Makes the devices of a run in this process, for parallelism written by hand; yields their names in Keras.
+    """Makes the devices of a run in this process, to write parallelism by hand. It is a context manager.
 
-    Within the `with` block models begin with the weights that a run of these settings gives them.
+    Models that are built in the `with` block start with the weights that a run with these settings gives them.
 
     Args:
-        settings: `backend`, `num_devices` (None: 2), `device`, `precision` and `seed` are read.
+        settings: a `kerasdp.Config`; `backend`, `num_devices` (None: 2), `device`, `precision` and `seed` are read.
 
     Yields:
-        A name for each device, as `keras.device` takes it: `["gpu:0", "gpu:1"]`. Without a GPU they are virtual CPU
-        devices; where there are fewer than asked for (GPUs; with torch the CPU, which is one device), some come again.
+        A list with a name for each device, for `keras.device`: `["gpu:0", "gpu:1"]`. Without a GPU they are virtual CPU
+        devices. If there are fewer GPUs than `num_devices`, names occur more than once. With torch the CPU is one
+        device.
 
     Raises:
-        UserError: if there is no such backend or device, or this process has started another one.
+        UserError: if there is no such backend or device, or this process has started another backend.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        with kerasdp.local_devices(kerasdp.Config(num_devices=2, device="cpu")) as devices:
+            print(devices)  # ["cpu:0", "cpu:1"], with torch ["cpu:0", "cpu:0"]
+            for device, rows in zip(devices, np.split(np.random.rand(64, 8), 2)):
+                with keras.device(device):
+                    print(keras.ops.sum(keras.ops.convert_to_tensor(rows)))
+        ```
     """
     name = choose_backend(settings.backend)
     count = settings.num_devices or 2

@@ -19,18 +19,30 @@ from kerasdp.run_state import made_of_choices
 
 
 def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Builds `config.model`, a built-in model or a function of the user.
+    """Builds the model of a `kerasdp.Config`: a built-in model, or the model of a user-defined function.
 
     Args:
-        config: `model` is read.
+        config: a `kerasdp.Config`; `model` is read.
         input_shape: shape of one input, without the batch axis.
         num_classes: number of logits.
 
     Returns:
-        A `keras.Model` that gives logits.
+        A `keras.Model`, not compiled, whose outputs are logits of shape `(batch, num_classes)`. The built-in models
+        take images from 0 to 255, and scale them; `"mlp"` also takes vectors, which it does not scale.
 
     Raises:
-        UserError: if the user's function cannot be called so, or returns no Keras model.
+        UserError: if a built-in model cannot have this input shape; if a user-defined function does not take
+            `input_shape` and `num_classes`, or returns no Keras model.
+
+    Example:
+        ```python
+        import keras
+        import kerasdp
+
+        model = kerasdp.build_model(kerasdp.Config(model="mlp"), input_shape=(28, 28, 1), num_classes=10)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        print(model.output_shape)  # (None, 10)
+        ```
     """
     name, arguments = choices.parse(config.model, "model")
     is_own = ":" in name
@@ -55,13 +67,27 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
 
 
 def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
-    """Makes the optimizer that the flags ask for.
+    """Makes the optimizer of a `kerasdp.Config`.
 
     Args:
-        config: `optimizer` and `learning_rate` are read.
+        config: a `kerasdp.Config`; `optimizer` and `learning_rate` are read.
+
+    Returns:
+        A Keras optimizer.
 
     Raises:
         UserError: if Keras has no such optimizer, or it does not take these arguments.
+
+    Example:
+        ```python
+        import keras
+        import kerasdp
+
+        config = kerasdp.Config(optimizer="adam(beta_1=0.8)", learning_rate=0.01)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile(kerasdp.make_optimizer(config), "mse")
+        print(model.optimizer.beta_1)  # 0.8
+        ```
     """
     name, arguments = choices.parse(config.optimizer, "optimizer")
     base = keras.optimizers.Optimizer
@@ -244,20 +270,33 @@ def _image_input(input_shape: tuple[int, ...]) -> tuple[keras.KerasTensor, keras
 
 
 def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns a model of keras.applications without its head, and what prepares images for it.
+    """Loads a model of `keras.applications` without its head, and the function that preprocesses its images.
 
     Args:
-        name: of a function of `keras.applications`, as `"MobileNetV2"`.
-        weights: `"imagenet"`, which Keras downloads; `"none"`, random ones; or a `.weights.h5` file of the same model
-            without its head.
+        name: a function of `keras.applications`, as `"MobileNetV2"`.
+        weights: `"imagenet"`: Keras downloads them. `"none"`: random weights. Or the path of a `.weights.h5` file of
+            the same model without its head.
         input_shape: `(height, width, 3)`.
 
     Returns:
-        The model, whose outputs are of shape `(samples, height, width, channels)`, and a function of images from 0 to
-        255.
+        A tuple `(model, preprocess_input)`. The outputs of the model have shape `(samples, height, width, channels)`.
+        `preprocess_input` takes images from 0 to 255.
 
     Raises:
         UserError: if there is no such model, or no such weights.
+
+    Example:
+        ```python
+        import keras
+        import kerasdp
+
+        backbone, preprocess_input = kerasdp.load_backbone("MobileNet", weights="none", input_shape=(32, 32, 3))
+        backbone.trainable = False
+        inputs = keras.Input((32, 32, 3))
+        features = backbone(preprocess_input(inputs), training=False)
+        features = keras.layers.GlobalAveragePooling2D()(features)
+        model = keras.Model(inputs, keras.layers.Dense(10)(features))
+        ```
     """
     builder = getattr(keras.applications, name, None)
     if not inspect.isfunction(builder):

@@ -25,21 +25,39 @@ _GIVE_MODEL = "build the model yourself, and give it: load_model(path, model)"
 
 
 def load_model(path: str, model: keras.Model | None = None) -> keras.Model:
-    """Loads a trained model, which any backend may have written, on any number of devices.
+    """Loads a trained model. Any backend, on any number of devices, may have written it.
 
-    A file brings data, never code: its layers are Keras' layers and the classes that are registered here.
+    A file contains data, never code. Its layers are layers of Keras, or classes that are registered in this program.
 
     Args:
-        path: a `.keras` or `.weights.h5` file, one checkpoint (`.safetensors`), or the workdir of a run, or a folder or
-            URL of checkpoints, of which the newest is loaded that can be used.
-        model: built; the weights are loaded into it. None: the layers come from the file, which has those of a
-            functional or Sequential model.
+        path: a `.keras` or `.weights.h5` file, a checkpoint (`.safetensors`), the workdir of a run, or a folder or URL
+            with checkpoints. From a folder, the newest checkpoint that can be used is loaded.
+        model: a built model, into which the weights are loaded. None: the layers come from the file. It has them if
+            the model is functional or Sequential.
 
     Returns:
-        The model, not compiled.
+        The model, not compiled; or `model`, if it was given.
 
     Raises:
-        UserError: if there is no such file, or the model in it cannot be built, or is another one.
+        UserError: if there is no such file or no checkpoint; if the model cannot be built from the file; if the file
+            holds the weights of another model.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        x, y = np.random.rand(64, 8), np.random.rand(64, 1)
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            model.fit(x, y)
+
+        kerasdp.launch(train, workdir="runs/first")
+        model = kerasdp.load_model("runs/first")
+        ```
     """
     path = os.fspath(path)
     if model is not None and not model.built:
@@ -101,17 +119,34 @@ def _tried(action: Callable[[], Any], path: str, instead: str) -> Any:
 
 
 def export(model: keras.Model, path: str) -> None:
-    """Saves a model as Keras does, so that it loads on every backend, without kerasdp.
+    """Saves a model as a Keras file, which loads on every backend, without kerasdp.
 
-    Each of several processes may call it: they write the same, and replace one another's whole files.
+    Several processes may call it with the same path: each writes a whole file, with the same content.
 
     Args:
-        model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own;
-            adapters (LoRA) are added to the kernels beside them, and the optimizer is left out then.
-        path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights alone).
+        model: a Keras model. A layer of `kerasdp.layers` is saved as the layer of Keras. Adapters (LoRA) are merged
+            into their kernels; then the optimizer is not saved.
+        path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights only).
+            Folders that do not exist are made.
 
     Raises:
-        UserError: if the path ends in something else, or cannot be written to.
+        UserError: if the path has another ending, or cannot be written to.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            model.fit(np.random.rand(64, 8), np.random.rand(64, 1))
+            kerasdp.export(model, "trained/model.keras")
+
+        kerasdp.launch(train)
+        model = keras.saving.load_model("trained/model.keras")
+        ```
     """
     if not path.endswith((".keras", ".weights.h5")):
         raise UserError(f"export: expected a path that ends in .keras or .weights.h5. Received: {path!r}")

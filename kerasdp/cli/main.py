@@ -221,23 +221,40 @@ def main(
     defaults: dict[str, Any] | None = None,
     unused: Sequence[str] = (),
 ) -> None:
-    """Runs a function as the command line says, and ends the program.
+    """Runs a function with the flags of the command line: the main function of a script.
 
-    A user's mistake is one line and exit code 2; a run that fails is its error and exit code 1.
+    An error of a run is printed in one line, without a traceback. A mistake of the user has exit code 2.
 
     Args:
-        function: what the recipe does. With the flags of `"train"` it is called as `function(runner)`, with
-            `"evaluate"`, `"predict"` and `"export"` as `function(runner, **own)`, in the workers, as `kerasdp.launch`
-            calls it. With other flags it is called here as `function(config, **own)`, and False from it is exit code 1.
-            `own` holds the flags that few recipes have, by name: `--help` lists them first.
-        flags: which flags there are, by the name of a recipe: `"train"`, `"parity"`, `"bisection"`, `"pipeline"`,
+        function: the work of the script. With the flags of `"train"`, `kerasdp.launch` calls `function(runner)` in the
+            workers. With the flags of `"evaluate"`, `"predict"` or `"export"`, it calls `function(runner, **own)`. With
+            other flags, `function(config, **own)` is called in this process; if it returns False, the exit code is 1.
+            `own` holds the flags that only few recipes have, by name; `--help` lists them first.
+        flags: the name of a recipe, whose flags the script takes: `"train"`, `"parity"`, `"bisection"`, `"pipeline"`,
             `"ray_train"`, `"sweep"`, `"from_scratch"`, `"evaluate"`, `"predict"`, `"export"`, `"transfer"` or
             `"finetune"`.
-        defaults: values of flags that are not given, other than usual.
-        unused: flags that the recipe has no use for, and refuses.
+        defaults: values by name of flags, which replace the usual defaults.
+        unused: names of flags that the script refuses.
 
     Raises:
-        SystemExit: where the exit code is not 0.
+        SystemExit: if the exit code is not 0.
+
+    Example:
+        ```python
+        import keras
+        import kerasdp
+
+        def train(runner):
+            config = runner.config
+            data = kerasdp.load_data(config)
+            model = kerasdp.build_model(config, data.input_shape, data.num_classes)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(kerasdp.make_optimizer(config), loss)
+            model.fit(data.train, epochs=config.epochs, validation_data=data.test)
+
+        if __name__ == "__main__":  # python train.py --gpus=2 --epochs=3
+            kerasdp.main(train, defaults={"model": "mlp", "dataset": "synthetic(num_samples=64)", "epochs": 1})
+        ```
     """
     try:
         with ending_with_a_line():

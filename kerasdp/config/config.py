@@ -54,12 +54,24 @@ FAULTS = "Checkpoints and faults"
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Every choice of a run.
+    """All choices of a run. It cannot be changed; `dataclasses.replace` makes a changed copy.
 
-    `kerasdp.launch` reads the fields on devices, batch norm, precision, seed and output; the main job reads all.
+    `kerasdp.launch` takes one, and gives it to `train` as `runner.config`. A run does not read the fields of the model,
+    the data, the optimizer and the epochs itself: `kerasdp.build_model`, `kerasdp.load_data`, `kerasdp.make_optimizer`
+    and the recipes read them.
 
     Raises:
         UserError: if a value is out of its range.
+
+    Example:
+        ```python
+        import dataclasses
+        import kerasdp
+
+        config = kerasdp.Config(batch_size=32, seed=7)
+        larger = dataclasses.replace(config, batch_size=64)
+        print(kerasdp.launch(lambda runner: runner.config.batch_size, larger))  # 64
+        ```
     """
 
     # fmt: off
@@ -176,7 +188,11 @@ class Config:
             self.check_replicas(self.num_replicas(self.num_devices))
 
     def check_replicas(self, num_replicas: int) -> None:
-        """Raises `UserError` if so many replicas cannot share a batch, or add gradients, as asked."""
+        """Checks that replicas can share a batch, and the weights, as this configuration says.
+
+        Raises:
+            UserError: if so many replicas cannot.
+        """
         if num_replicas == 1 and self.shard != "none":
             raise UserError(
                 f"--shard={self.shard}: one device holds all of the model; leave it out, or use --gpus=2 or more"
@@ -200,10 +216,13 @@ class Config:
         return self.precision == "tf32" or (self.precision == "auto" and not self.deterministic)
 
     def num_replicas(self, num_devices: int) -> int:
-        """Returns how many replicas of the model share the batch on that many devices.
+        """Returns the number of replicas of the model that share a batch.
+
+        Args:
+            num_devices: number of devices of the run.
 
         Raises:
-            UserError: if a pipeline has not as many stages as there are devices.
+            UserError: if `cut_at` makes more or fewer stages of a pipeline than there are devices.
         """
         if self.strategy == "data":
             return num_devices
@@ -224,14 +243,14 @@ class Config:
         return self.accumulate > 1 or self.strategy == "pipeline"
 
     def micro_batch_rows(self, num_rows: int, num_devices: int) -> int | None:
-        """Returns the samples of a full micro-batch, over all replicas; None if batches are not cut.
+        """Returns the samples of a full micro-batch, over all replicas; None if there are no micro-batches.
 
         Args:
-            num_rows: of a batch.
-            num_devices: of the run.
+            num_rows: samples of a batch.
+            num_devices: number of devices of the run.
 
         Raises:
-            UserError: if such batches cannot be cut so.
+            UserError: if such a batch cannot be cut into these micro-batches.
         """
         if self.strategy == "pipeline":
             size = self.split_size or -(-num_rows // min(2 * num_devices, num_rows))
@@ -246,7 +265,7 @@ class Config:
         return num_replicas * -(-config.replica_batch_size(num_replicas) // self.accumulate)
 
     def replica_batch_size(self, num_replicas: int) -> int:
-        """Returns the samples of a full batch on one replica (the last one holds fewer if they do not divide)."""
+        """Returns the samples of a full batch on one replica. The last replica may have fewer."""
         return -(-self.batch_size // num_replicas)
 
     @property
@@ -267,7 +286,7 @@ class Config:
         return (self.workdir or self.checkpoint_dir) is not None and self.checkpoint_every != "never"
 
     def folder_of_fit(self, number: int) -> str | None:
-        """Returns the folder of the files of a `fit`, by its number from 1: each leaves those of the others alone."""
+        """Returns the folder of the files of a `fit`, by its number from 1; None if the run writes no files."""
         return None if self.workdir is None else _of_fit(self.workdir, number)
 
     def checkpoints_of_fit(self, number: int) -> str | None:

@@ -26,10 +26,25 @@ class Dataset:
     """A data set for classification.
 
     Args:
-        train: samples to learn from.
-        test: held-out samples.
+        train: samples to train with, a `kerasdp.ArraySource` or a `kerasdp.RecordSource`.
+        test: samples to test with.
         input_shape: shape of one input, without the batch axis.
-        num_classes: labels are 0 to num_classes - 1.
+        num_classes: number of classes; labels are 0 to `num_classes - 1`.
+
+    Example:
+        ```python
+        import numpy as np
+        import kerasdp
+
+        x, y = np.random.randint(0, 256, (64, 28, 28, 1)).astype("uint8"), np.random.randint(0, 10, 64)
+        data = kerasdp.Dataset(
+            train=kerasdp.ArraySource(x[:48], y[:48]),
+            test=kerasdp.ArraySource(x[48:], y[48:]),
+            input_shape=(28, 28, 1),
+            num_classes=10,
+        )
+        model = kerasdp.build_model(kerasdp.Config(model="mlp"), data.input_shape, data.num_classes)
+        ```
     """
 
     train: Source
@@ -39,10 +54,25 @@ class Dataset:
 
 
 def load_data(config: Config) -> Dataset:
-    """Loads `config.dataset`.
+    """Loads the data set of a `kerasdp.Config`.
+
+    Args:
+        config: a `kerasdp.Config`; `dataset` and `data_dir` are read.
+
+    Returns:
+        A `kerasdp.Dataset`. The built-in images are uint8, from 0 to 255.
 
     Raises:
-        UserError: if there is no such data set, or its files are missing, damaged or out of range.
+        UserError: if there is no such data set, or its files are missing or damaged.
+
+    Example:
+        ```python
+        import kerasdp
+
+        data = kerasdp.load_data(kerasdp.Config(dataset="digits"))
+        print(data.train.num_samples, data.test.num_samples)  # 1437 360
+        print(data.input_shape, data.num_classes)  # (28, 28, 1) 10
+        ```
     """
     data = _load(config)
     data.train.name = data.test.name = config.dataset  # by which pictures of the run are headed

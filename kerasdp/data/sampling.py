@@ -17,15 +17,26 @@ _BLOCK = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """The batches of a whole run.
+    """The order in which a run reads the samples: which samples are in which batch of which epoch.
 
     Args:
-        num_samples: samples of the data set.
-        batch_size: samples of a global batch; the last batch of a pass holds what is left.
-        seed: the run's seed.
-        shuffle: a new order each epoch, else the order of the data set.
-        steps_per_epoch: batches of an epoch. None: one pass. Else each epoch begins where the last one
-            ended, and each pass has an order of its own.
+        num_samples: number of samples of the data set.
+        batch_size: samples of a global batch. The last batch of a pass over the data holds the rest.
+        seed: the seed of the run.
+        shuffle: True: each pass has a new order. False: all passes have the order of the data set.
+        steps_per_epoch: batches of an epoch. None: an epoch is one pass. Otherwise an epoch begins where the epoch
+            before it ended.
+
+    Example:
+        ```python
+        import kerasdp
+
+        order = kerasdp.Order(num_samples=64, batch_size=24, seed=0)
+        print(order.num_batches)  # 3
+        for indices in order.batches(epoch=0):
+            print(indices.shape)  # (24,), (24,) and (16,)
+        print(order.batch(epoch=1, number=2))  # the samples of one batch
+        ```
     """
 
     num_samples: int
@@ -36,18 +47,22 @@ class Order:
 
     @property
     def batches_per_pass(self) -> int:
-        """Batches in one pass over the data."""
+        """Returns the number of batches in one pass over the data."""
         return -(-self.num_samples // self.batch_size)
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch."""
+        """Returns the number of batches of an epoch."""
         return self.steps_per_epoch or self.batches_per_pass
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Yields the sample indices of each batch of an epoch from batch `start` on, int64, each of shape `(rows,)`.
+        """Yields the indices of the samples of each batch of an epoch, as int64 arrays of shape `(rows,)`.
 
-        Neither memory nor the time to the first one grows with the number of samples or with `start`.
+        Neither the memory nor the time to the first batch grows with the number of samples or with `start`.
+
+        Args:
+            epoch: counted from 0.
+            start: number of the first batch, counted from 0.
         """
         number, end = epoch * self.num_batches + start, (epoch + 1) * self.num_batches
         while number < end:
@@ -60,7 +75,7 @@ class Order:
             number += count
 
     def batch(self, epoch: int, number: int) -> np.ndarray:
-        """Returns the sample indices of one batch of an epoch, int64, shape `(rows,)`."""
+        """Returns the indices of the samples of one batch of an epoch, as an int64 array of shape `(rows,)`."""
         return next(self.batches(epoch, number))
 
     def _samples(self, data_pass: int, first: int, last: int) -> np.ndarray:

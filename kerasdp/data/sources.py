@@ -36,19 +36,33 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Samples in memory.
+    """Samples in memory. `fit`, `evaluate`, `predict` and `kerasdp.Dataset` take it.
 
     Attributes:
         arrays: the inputs of all samples.
         all_targets: the targets and the sample weights of all samples; either may be None.
+        num_samples: the number of samples.
 
     Args:
         inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays.
-        targets: likewise, or None.
-        sample_weight: likewise, or None.
+        targets: of the same form, or None.
+        sample_weight: of the same form, or None.
 
     Raises:
-        UserError: if the arrays do not hold equally many samples, or none.
+        UserError: if the arrays hold different numbers of samples, or none.
+
+    Example:
+        ```python
+        import numpy as np
+        import kerasdp
+
+        x, y = np.random.rand(64, 28, 28, 1), np.random.randint(0, 10, 64)
+        source = kerasdp.ArraySource(x, y)
+        print(source.num_samples)  # 64
+        print(source.inputs(np.array([5, 7])).shape)  # (2, 28, 28, 1)
+        labels, sample_weight = source.targets(np.array([5, 7]))
+        print(labels.shape, sample_weight)  # (2,) None
+        ```
     """
 
     num_threads = 1
@@ -61,7 +75,7 @@ class ArraySource:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the inputs, in the types of batches."""
+        """Returns the bytes of the inputs, in the types that batches have."""
         return sum(
             math.prod(leaf.shape) * _type_of_rows(leaf.dtype).itemsize for leaf in keras.tree.flatten(self.arrays)
         )
@@ -251,17 +265,34 @@ def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tupl
 
 
 class RecordSource:
-    """Samples of what gives records by their numbers: a data set of torch or Hugging Face, a source of Grain, a list.
+    """Samples from records that are read by number: a data set of PyTorch or Hugging Face, a source of Grain, a list.
 
     Args:
-        records: `len(records)` and `records[7]` are asked for; where there is a `__getitems__`, as in torch and Grain,
-            it reads several at once.
-        decode: makes `(inputs, targets)`, `(inputs, targets, sample_weight)` or inputs alone of a record: arrays or
-            numbers without a batch axis, or structures of such. None: the records are that.
-        num_threads: that read and decode at once.
+        records: has `len(records)` and `records[7]`. If it has `__getitems__`, as in PyTorch and Grain, that reads
+            several records at once.
+        decode: a function of a record. It returns `(inputs, targets)`, `(inputs, targets, sample_weight)` or the inputs
+            alone: arrays or numbers without a batch axis, or structures of them. None: the records have this form.
+        num_threads: number of threads that read and decode at the same time.
 
     Raises:
-        UserError: if there are no records.
+        UserError: if there are no records, or they cannot be read by number.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        records = [{"image": np.full((8, 8), label / 10), "label": label} for label in range(10)] * 6
+        source = kerasdp.RecordSource(records, decode=lambda record: (record["image"], record["label"]))
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8, 8)), keras.layers.Flatten(), keras.layers.Dense(10)])
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.fit(source, batch_size=20)
+
+        kerasdp.launch(train)
+        ```
     """
 
     name = ""

@@ -58,19 +58,39 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Where two backends first differ by more than round-off.
+    """The place where two backends first differ by more than round-off. `bisect` returns it; `str` says it in words.
 
     Args:
-        backends: the two.
-        what: `"initial weights"`, `"operation"`, `"gradient"`, `"statistics"` or `"update"`; `"loss"` where no
-            operation explains it.
-        name: the operation, the variable, or the optimizer.
-        step: counted from 0; None: before the first.
-        expected: what the first backend has.
-        received: what the second has.
-        difference: relative.
-        call: of the operation, with the values that it got on the first backend; None where none is to blame.
-        inputs_differ: whether its inputs differed before: then what made them is no operation of Keras.
+        backends: the names of the two backends.
+        what: `"initial weights"`, `"operation"`, `"gradient"`, `"statistics"` or `"update"`; `"loss"` if no operation
+            explains the difference.
+        name: name of the operation, the variable, or the optimizer.
+        step: counted from 0; None: before the first step.
+        expected: the value on the first backend.
+        received: the value on the second backend.
+        difference: largest difference, relative to the largest number.
+        call: the call of the operation, with its inputs on the first backend; None if no operation is the cause.
+        inputs_differ: whether the inputs of the operation already differ. Then the code that computed them calls no
+            operation of Keras.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.layers[0].kernel.assign(np.random.default_rng().random((8, 1)))  # no seed: each time other weights
+            model.compile("sgd", "mse")
+            return model
+
+        finding = kerasdp.parity.bisect(build_model, data, backends=["torch", "jax"], steps=1)
+        print(finding.what, finding.name)  # initial weights sequential/dense/kernel
+        ```
     """
 
     backends: tuple[str, str]
@@ -113,24 +133,43 @@ def bisect(
     is_plain: bool = False,
     **choices: Any,
 ) -> Finding | None:
-    """Trains a few steps on two backends, operation by operation, and finds the first that differs beyond round-off.
+    """Finds the first operation of a training that two backends compute differently.
 
-    Each step is computed as Keras code runs without compilation, on one device: forward pass, loss, gradients, update.
-    It is computed in float64, where round-off is far below any mistake.
+    It trains a few steps on each backend, in a process of its own, and compares each operation, gradient and update. A
+    step runs without compilation, on one device, in float64, where round-off is far smaller than any mistake.
 
     Args:
-        build_model: as for `kerasdp.parity.compare`.
-        data: likewise; each step takes the next rows, in their order.
-        backends: two names. None: the first two that are installed.
-        steps: updates.
-        is_plain: whether functions that differ between backends stay as Keras has them: to find defects of Keras.
+        build_model: a function without arguments that returns a compiled Keras model.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it. Each step takes the
+            next rows, in their order.
+        backends: names of two backends. None: the first two that are installed.
+        steps: number of updates.
+        is_plain: True: functions that differ between backends stay as they are in Keras; to find defects of Keras.
         **choices: fields of `kerasdp.parity.Job`: `batch_size` (32), `seed`, `device`.
 
     Returns:
-        What differs first; None if nothing does.
+        A `Finding`, the first difference; None if there is none.
 
     Raises:
         UserError: if the model cannot be sent to other processes, or cannot be trained; if there are not two backends.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        finding = kerasdp.parity.bisect(build_model, data, backends=["torch", "jax"], steps=1)
+        print(finding)  # None: both backends compute the same
+        ```
     """
     names = tuple(backends or [name for name in BACKENDS if is_installed(name)][:2])
     if len(names) != 2:

@@ -20,18 +20,37 @@ _DASHES = ("-", "--", ":", "-.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The training on one backend and device count.
+    """The result of a training on one backend and number of devices. `str` says it in words.
 
     Args:
-        way: backend, devices, precision.
+        way: backend, number of devices and precision.
         reference: the way that it is compared with.
-        losses: of each step.
-        differences: of the losses from the reference's, relative, of each step.
-        divergence: where it diverges from the reference; None if nowhere.
-        round_off: the largest difference in float64, if it diverges in float32 but not there: then round-off has grown,
-            and nothing is wrong. None also where a difference in float32 is too large for that from the start.
-        error: why it could not be trained; empty if it could.
-        seconds: of the whole process.
+        losses: the loss of each step, shape `(steps,)`.
+        differences: relative difference of each loss from the loss of the reference, shape `(steps,)`.
+        divergence: where the training first diverges from the reference; None if it does not.
+        round_off: the largest relative difference of a loss in float64, if the training diverges in float32, but not in
+            float64: then only round-off has grown, and nothing is wrong. None in all other cases.
+        error: why the model could not be trained; empty if it could.
+        seconds: seconds from the start of the process to its end.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        comparison = kerasdp.parity.compare(build_model, data, backends=["jax"], device_counts=[1, 2], steps=10)
+        for outcome in comparison.outcomes:
+            print(outcome.way, outcome.passed, outcome.differences.max())
+        ```
     """
 
     way: Way
@@ -45,7 +64,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Returns whether it was trained, and agrees with the reference."""
+        """Returns whether the model was trained, and agrees with the reference."""
         return not self.error and (self.divergence is None or self.round_off is not None)
 
     def __str__(self) -> str:
@@ -63,12 +82,32 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A model trained many ways.
+    """The comparison of one model that was trained in many ways. `compare` returns it.
 
     Args:
-        outcomes: one for each way, the first being the reference.
-        tolerance: of the losses.
-        plain: the losses of Keras' own `fit` on one device, by backend, if they were asked for.
+        outcomes: an `Outcome` for each way. The first one is the reference.
+        tolerance: how far the losses may be apart.
+        plain: by backend, the losses of `keras.Model.fit` on one device without kerasdp; empty unless `compare` was
+            called with `with_plain=True`.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        comparison = kerasdp.parity.compare(build_model, data, backends=["jax"], device_counts=[1, 2], steps=10)
+        assert comparison.passed, comparison.table()
+        comparison.draw("parity.png")
+        ```
     """
 
     outcomes: list[Outcome]
@@ -81,8 +120,8 @@ class Comparison:
         return all(outcome.passed for outcome in self.outcomes)
 
     def table(self) -> str:
-        """Returns a row for each way: largest difference of a loss from the reference's, first divergent
-        step, seconds.
+        """Returns a table as text. A row has a way, the largest relative difference of a loss from the loss of the
+        reference, the first divergent step, and the seconds of the process.
         """
         rows = [["trained on", "max difference", "first divergent step", "seconds"]]
         for outcome in self.outcomes:
@@ -97,13 +136,14 @@ class Comparison:
         return "\n".join([in_columns(rows, right=(1, 2, 3)), *words])
 
     def draw(self, path: str, title: str = "One model, trained many ways") -> None:
-        """Draws losses by step: plain Keras' if they are there, and these; below, their differences.
+        """Draws the losses of all steps, and below them their relative differences and the tolerance.
 
-        The differences are relative to the losses of the reference. A line shows the tolerance.
+        The differences are relative to the losses of the reference. The losses of plain Keras come first, if there are
+        any.
 
         Args:
-            path: of the PNG file.
-            title: says what was trained.
+            path: path of the PNG file.
+            title: title of the figure.
         """
         figure, (*first, upper, lower) = make_figure(7.6, 6.4 + 2.8 * bool(self.plain), rows=2 + bool(self.plain))
         for backend, losses in self.plain.items():
@@ -149,29 +189,48 @@ def compare(
     with_plain: bool = False,
     **choices: Any,
 ) -> Comparison:
-    """Trains a model on each backend and device count, each in a process of its own, and compares with the first.
+    """Trains a model on each backend and number of devices, and compares each training with the first.
 
-    Initial weights and the samples of each step must be equal bit for bit; losses, gradient norms, metrics and final
-    weights up to round-off. Where two trainings diverge, both are run again to find the layer; and, unless the first
-    forward pass is more than ten tolerances apart, in float64, to tell mistakes from round-off that has grown.
+    Each training runs in a process of its own. Initial weights and the samples of each step must be equal bit for bit.
+    Losses, gradient norms, metrics and final weights must be equal up to round-off. If two trainings diverge, both run
+    again to find the layer. They also run in float64, to tell a mistake from round-off that has grown, unless the first
+    forward pass differs by more than ten tolerances.
 
     Args:
-        build_model: called without arguments in each process, returns a compiled Keras model; a function of a module.
-        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function of a module that returns it.
-        backends: None: all that are installed.
-        device_counts: replicas; virtual CPU devices, unless `device` says otherwise.
-        precision: `"float32"`, or `"float64"`, in which only mistakes are left.
-        tolerance: None: that of `kerasdp.parity.divergence.tolerance_for`.
-        report: called with each outcome as it comes.
-        with_plain: also train by Keras' own `fit` on each backend, for the picture.
+        build_model: a function without arguments that returns a compiled Keras model. Each process calls it.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
+        backends: names of backends. None: all that are installed.
+        device_counts: numbers of devices. They are virtual CPU devices, unless `device` says otherwise.
+        precision: `"float32"`, or `"float64"`, in which round-off is far smaller than mistakes.
+        tolerance: how far the losses may be apart. None: it fits the precision and the optimizer.
+        report: a function that is called with each `Outcome`, as soon as there is one.
+        with_plain: True: also trains with `keras.Model.fit` on each backend, without kerasdp, for the figure.
         **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`,
             `compile` (of torch).
 
     Returns:
-        The comparison. With `batch_norm="replica"` ways are compared with the first backend on as many devices.
+        A `Comparison`. With `batch_norm="replica"`, each way is compared with the first backend on as many devices.
 
     Raises:
         UserError: if the model cannot be sent to other processes, or the reference cannot be trained.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        comparison = kerasdp.parity.compare(build_model, data, backends=["jax"], device_counts=[1, 2], steps=10)
+        print(comparison.table())
+        ```
     """
     job = Job(build_model=build_model, data=data, **choices)
     names = tuple(backends) if backends is not None else tuple(name for name in BACKENDS if is_installed(name))
@@ -195,7 +254,31 @@ def compare(
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The training that others are compared with. Each of its traces is made once, when it is first asked for."""
+    """The training that others are compared with. Each of its attributes is computed once, when it is first read.
+
+    Args:
+        job: what to train.
+        way: backend, number of devices and precision.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        job = kerasdp.parity.Job(build_model=build_model, data=data, steps=10)
+        reference = kerasdp.parity.Reference(job, kerasdp.parity.Way(backend="jax", num_devices=1))
+        print(reference.trace.losses)  # of 10 steps
+        ```
+    """
 
     job: Job
     way: Way
@@ -212,17 +295,49 @@ class Reference:
 
     @functools.cached_property
     def in_float64(self) -> "Reference":
-        """Returns the reference of the same way in float64."""
+        """Returns the reference in float64, on the same backend and number of devices."""
         return Reference(self.job, dataclasses.replace(self.way, precision="float64"))
 
     @property
     def tolerance(self) -> Tolerance:
-        """Returns the tolerance that fits its precision and optimizer."""
+        """Returns the tolerance that fits the precision and the optimizer."""
         return tolerance_for(self.way.precision, self.trace.optimizer)
 
 
 def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
-    """Trains one way and compares it with the reference."""
+    """Trains in one way, and compares the training with the reference.
+
+    Args:
+        way: backend, number of devices and precision.
+        reference: the training to compare with. It runs first, if it has not run yet.
+        tolerance: how far the losses may be apart.
+
+    Returns:
+        An `Outcome`. If the training fails, its `error` says why.
+
+    Raises:
+        UserError: if the model cannot be sent to other processes, or the reference cannot be trained.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        job = kerasdp.parity.Job(build_model=build_model, data=data, steps=10)
+        one, two = (kerasdp.parity.Way(backend="jax", num_devices=count) for count in (1, 2))
+        reference = kerasdp.parity.Reference(job, one)
+        print(kerasdp.parity.judge(two, reference, reference.tolerance))  # jax x 2 trains as jax x 1
+        ```
+    """
     expected = reference.trace
     if way == reference.way:
         none = np.zeros(len(expected.losses))

@@ -23,14 +23,25 @@ _BEYOND_ROUND_OFF = 10.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two trainings may be apart after a number of steps, relative to the larger of the two.
+    """How far two trainings may be apart, as a relative difference that grows with the steps.
 
     Args:
-        start: at the first step: some round-offs, for each backend adds up its sums in another order.
-        growth: factor a step: each update carries the difference on, and most make it larger.
-        limit: of a loss, which no number of steps exceeds.
-        kinks: of a gradient: an activation within round-off of zero passes its ReLU here and not there, which
-            moves the gradient by its whole share at once.
+        start: tolerance of the loss of the first step: a few round-offs, since each backend adds numbers in another
+            order.
+        growth: factor by which the tolerance grows with each step.
+        limit: largest tolerance of a loss, after any number of steps.
+        kinks: smallest tolerance of a gradient. If an activation is within round-off of zero, one training may pass it
+            through a ReLU and the other may not; that changes the gradient at once.
+
+    Example:
+        ```python
+        import kerasdp
+
+        tolerance = kerasdp.parity.Tolerance(start=1e-6, growth=1.2, limit=5e-3, kinks=2e-2)
+        print(tolerance.after(0))  # 1e-06
+        print(tolerance.after(10))  # about 6.2e-06
+        # kerasdp.parity.compare(build_model, data, tolerance=tolerance)
+        ```
     """
 
     start: float
@@ -39,15 +50,15 @@ class Tolerance:
     kinks: float
 
     def after(self, step: int) -> float:
-        """Returns that for the loss of a step, counted from 0."""
+        """Returns the tolerance of the loss of a step, counted from 0."""
         return min(self.limit, self.start * self.growth**step)
 
     def of_outputs(self, step: int) -> float:
-        """Returns that for a layer's output in a step."""
+        """Returns the tolerance of the output of a layer in a step, counted from 0."""
         return _SINGLE_NUMBERS * self.after(step)
 
     def of_gradients(self, step: int) -> float:
-        """Returns that for gradients of a step, and for all that was learned until then."""
+        """Returns the tolerance of the gradients of a step, and of the weights and metrics after it."""
         return max(self.of_outputs(step), self.kinks)
 
 
@@ -71,16 +82,36 @@ def tolerance_for(precision: str, optimizer: str) -> Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """Where two trainings first diverge.
+    """The place where two trainings first diverge. An `Outcome` holds it; `str` says it in words.
 
     Args:
         what: `"initial weights"`, `"samples"`, `"loss"`, `"gradient"`, `"metrics"` or `"final weights"`.
-        expected: what the reference has there.
-        received: what the other has.
-        step: counted from 0; None: before the first, or after the last.
-        where: the variable, row or metric.
-        difference: relative, where it is a number.
-        layer: the layer or weight where the difference first shows; empty if not looked for.
+        expected: the value in the reference, as text.
+        received: the value in the other training, as text.
+        step: counted from 0; None: before the first step, or after the last one.
+        where: name of the variable, the row or the metric.
+        difference: relative difference; NaN if the values are no numbers.
+        layer: the layer or weight where the difference first shows, in words; empty if it was not searched for.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.layers[0].kernel.assign(np.random.default_rng().random((8, 1)))  # no seed: each time other weights
+            model.compile("sgd", "mse")
+            return model
+
+        comparison = kerasdp.parity.compare(build_model, data, backends=["jax"], device_counts=[1, 2], steps=10)
+        divergence = comparison.outcomes[1].divergence
+        print(divergence.what, divergence.where)  # initial weights sequential/dense/kernel
+        ```
     """
 
     what: str

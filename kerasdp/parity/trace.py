@@ -17,12 +17,20 @@ from kerasdp.processes.workers import run_workers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to train.
+    """A way to train: a backend, a number of devices and a precision.
 
     Args:
         backend: `"torch"`, `"jax"` or `"tensorflow"`.
-        num_devices: replicas, one a device.
-        precision: of arithmetic: `"float32"`, `"float64"`, `"bfloat16"` or `"float16"`.
+        num_devices: number of replicas, one for each device.
+        precision: precision of the arithmetic: `"float32"`, `"float64"`, `"bfloat16"` or `"float16"`.
+
+    Example:
+        ```python
+        import kerasdp
+
+        print(kerasdp.parity.Way(backend="jax", num_devices=2))  # jax x 2
+        print(kerasdp.parity.Way(backend="torch", num_devices=1, precision="float64"))  # torch x 1 float64
+        ```
     """
 
     backend: str
@@ -36,18 +44,37 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained.
+    """A training that can run in many ways: the model, the data and the choices that stay the same.
 
     Args:
-        build_model: called without arguments in each worker, returns a compiled Keras model.
+        build_model: a function without arguments that returns a compiled Keras model. Each worker calls it.
         data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
-        steps: updates; the data is gone through as often as it takes.
+        steps: number of updates. The training passes over the data as often as needed.
         batch_size: samples of a global batch.
-        seed: of initial weights, order and random layers.
-        batch_norm: `"sync"` or `"replica"`.
+        seed: seed of initial weights, sample order and random layers.
+        batch_norm: `"sync"`: statistics over the global batch. `"replica"`: over the shard of each replica.
         class_weight: as for `model.fit`.
         device: `"cpu"`, `"gpu"`, `"tpu"` or `"auto"`.
-        compile: as in `kerasdp.Config`, of torch.
+        compile: as in `kerasdp.Config`; torch only.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        random = np.random.default_rng(0)
+        data = random.random((64, 8)), random.random((64, 1))
+
+        def build_model():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        job = kerasdp.parity.Job(build_model=build_model, data=data, steps=10)
+        reference = kerasdp.parity.Reference(job, kerasdp.parity.Way(backend="jax", num_devices=1))
+        print(reference.trace.losses.shape)  # (10,)
+        ```
     """
 
     build_model: Callable[[], Any]

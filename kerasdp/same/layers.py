@@ -1,4 +1,20 @@
-"""A batch norm with one meaning on every backend and device count."""
+"""Layers that compute the same on every backend and number of devices.
+
+A run uses them in place of the layers of Keras; see `kerasdp.portable`.
+
+Example:
+    ```python
+    import keras
+    import kerasdp
+
+    model = keras.Sequential([
+        keras.Input((8,)),
+        keras.layers.Dense(16),
+        kerasdp.layers.BatchNormalization(momentum=0.9),
+        keras.layers.Dense(1),
+    ])
+    ```
+"""
 
 import importlib
 from typing import Any
@@ -16,21 +32,38 @@ __all__ = ["BatchNormalization"]
 
 @saved_as_keras
 class BatchNormalization(keras.layers.BatchNormalization):
-    """Keras' batch norm, its statistics over the global batch or over each replica's shard of it.
+    """`keras.layers.BatchNormalization` with the same statistics on every backend.
 
-    Keras itself takes them over the global batch on jax and over each replica's shard on torch and tensorflow
-    (3.15: `synchronized=True` is refused on torch and jax). Weights, arguments and config are Keras' own.
+    The statistics are taken over the global batch, or over the shard of each replica. With Keras alone that depends on
+    the backend: jax takes them over the global batch, torch and tensorflow over the shard of each replica (Keras 3.15
+    refuses `synchronized=True` on torch and jax). The arguments, the weights and the config are the same as in Keras.
 
     Attributes:
-        statistics: `"sync"`: over the global batch, gradients through them. `"replica"`: over each replica's shard;
-            the moving statistics are the mean over the replicas, weighted by their rows, so they stay the same
-            on all of them.
+        statistics: `"sync"`: over the global batch; gradients flow through the statistics. `"replica"`: over the shard
+            of each replica; the moving statistics are the mean over the replicas, weighted by rows, and equal on all.
+            A run sets it to `batch_norm` of its `kerasdp.Config`.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        def train(runner):
+            layers = [keras.Input((8,)), kerasdp.layers.BatchNormalization(), keras.layers.Dense(1)]
+            model = keras.Sequential(layers)
+            model.compile("sgd", "mse")
+            model.fit(np.random.rand(64, 8), np.random.rand(64, 1))
+            print(model.layers[0].statistics)  # "replica"
+
+        kerasdp.launch(train, num_devices=2, device="cpu", batch_norm="replica")
+        ```
     """
 
     statistics = "sync"
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Normalizes `inputs`, as `keras.layers.BatchNormalization`."""
+        """Normalizes `inputs`, as `keras.layers.BatchNormalization` does."""
         context = replica_context.current()
         if context is None or context.rows is None or not training:
             return self._call(inputs, training, mask, context)
@@ -93,7 +126,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return ops.cast(outputs, self.compute_dtype)
 
     def move(self, mean: Any, variance: Any) -> None:
-        """Moves the moving statistics by those of a batch."""
+        """Updates the moving statistics with the mean and the variance of a batch, each of shape `(channels,)`."""
         for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
             variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 

@@ -24,23 +24,36 @@ _NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
 
 
 def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
-    """Gives batch norm and all random layers of a model the same meaning on every backend and device count.
+    """Makes batch norm and random layers of a model compute the same on every backend and number of devices.
 
-    The layers are changed in place, so it works for any model: functional, Sequential, nested, subclassed. Batch norm
-    becomes `kerasdp.layers.BatchNormalization`. Every layer with a seed generator (Dropout, GaussianNoise, RandomFlip,
-    LSTM with dropout, user-defined ones) gets its numbers from `kerasdp.same.random`: a mask of dropout is bit-equal on
-    every backend and device count. What cannot be made portable is named in a warning. `Runner` applies it to every
-    model.
+    `Runner` calls it for every model of a run. Call it to use a model outside of a run in the same way.
+
+    The layers are changed in place. The model may be functional, Sequential, nested or subclassed. Batch norm becomes
+    `kerasdp.layers.BatchNormalization`. Each layer with a seed generator (Dropout, GaussianNoise, RandomFlip, LSTM with
+    dropout, user-defined layers) gets random numbers that are the same everywhere: a dropout mask is bit-equal on every
+    backend and number of devices. A warning names the layers of Keras that still differ.
 
     Args:
         model: a built Keras model.
-        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over each replica's shard.
+        batch_norm: `"sync"`: statistics over the global batch. `"replica"`: over the shard of each replica.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: if the model is not built yet.
+        UserError: if the model is not built, or `batch_norm` is another word.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        layers = [keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+        model = kerasdp.portable(keras.Sequential([keras.Input((8,)), *layers]))
+        print(isinstance(model.layers[1], kerasdp.layers.BatchNormalization))  # True
+        outputs = model(np.random.rand(64, 8), training=True)  # the same dropout mask on each backend
+        ```
     """
     if batch_norm not in BATCH_NORMS:
         raise UserError(f"batch_norm: expected one of {', '.join(BATCH_NORMS)}. Received: {batch_norm!r}")

@@ -339,21 +339,44 @@ def use(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
 
 
 def all_rows(rows: Any) -> Any:
-    """Returns the rows of the global batch, on every device, in the order of one device.
+    """Returns the rows of the global batch on every device, in the order of the batch.
 
-    For losses that compare each sample with all others (contrastive ones), and for what a step keeps of a batch (a
-    queue), in a user-defined `train_step` or layer. Gradients are those of one device, whether each device takes the
-    loss of all rows, or that of its own rows compared with all. Outside of a run, on one device, and with jax, whose
-    program has the whole batch, it returns what it is given.
+    Use it in a user-defined `train_step`, in a function of `Runner.step` or in a layer: for a loss that compares each
+    sample with all others (a contrastive loss), and for a queue that keeps the rows of past batches. Each device may
+    compute the loss of all rows, or the loss of its own rows compared with all rows. The gradients are the same as on
+    one device in both cases.
+
+    It returns `rows` unchanged outside of a run, on one device, and with jax, which computes the global batch as one
+    program.
 
     Args:
-        rows: a tensor whose axis 0 is the samples of this device, one entry each: `(rows, ...)`.
+        rows: a tensor of shape `(rows, ...)`. Axis 0 has one entry for each sample of this device.
 
     Returns:
         A tensor of shape `(rows of the global batch, ...)`.
 
     Raises:
-        UserError: if axis 0 is not the samples, or there are micro-batches.
+        UserError: if axis 0 is not the samples of this device, or the run has micro-batches.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        def train(runner):
+            encoder = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+
+            @runner.step
+            def contrast(batch):
+                own = encoder(batch)
+                scores = own @ keras.ops.transpose(kerasdp.all_rows(own))
+                return keras.ops.mean(keras.ops.logsumexp(scores, axis=-1))
+
+            print(float(contrast(np.random.default_rng(0).random((64, 8)))))
+
+        kerasdp.launch(train, num_devices=2, device="cpu")
+        ```
     """
     context = current()
     if context is None or context.rows is None or context.is_trial:

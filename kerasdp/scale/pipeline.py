@@ -1,6 +1,17 @@
-"""Cuts a functional Keras model into stages, and says what a pipeline refuses.
+"""Cuts a functional Keras model into stages with about equally many weights.
 
-The stages have about equally many weights, and share the model's layers.
+A run with `strategy="pipeline"` (torch) trains a model in such stages.
+
+Example:
+    ```python
+    import keras
+    import kerasdp
+
+    layers = [keras.layers.Dense(16, name=f"dense{number}") for number in range(4)]
+    model = keras.Sequential([keras.Input((16,)), *layers])
+    stages = kerasdp.pipeline.split(model, 2)
+    print(kerasdp.pipeline.table(stages))
+    ```
 """
 
 import dataclasses
@@ -23,15 +34,27 @@ __all__ = ["Stage", "split", "table"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of a model.
+    """A stage of a model that `split` has cut. It is called with a list of inputs, and returns a list of outputs.
 
     Args:
-        model: functional; its inputs are the tensors that the stage before gives (of the first one: the whole model's
-            inputs), its outputs those that the next one takes (of the last one: the whole model's outputs). Its layers
-            are those of the whole model, so that their weights are, too.
-        layers: names, in the order of their work.
-        share: of the weights of the whole model, from 0 to 1.
-        num_bytes: of the tensors that go to the next stage, for a sample; 0 for the last stage.
+        model: a functional model with the layers of this stage. It shares them, and so the weights, with the whole
+            model. Its inputs are the outputs of the stage before it; the first stage has the inputs of the whole model.
+        layers: names of the layers, in the order of their calls.
+        share: the share of the weights of the whole model, from 0 to 1.
+        num_bytes: bytes of the tensors that go to the next stage, for one sample; 0 for the last stage.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        layers = [keras.layers.Dense(16, name=f"dense{number}") for number in range(4)]
+        model = keras.Sequential([keras.Input((16,)), *layers])
+        first, second = kerasdp.pipeline.split(model, 2)
+        print(first.layers, first.share)  # ["dense0", "dense1"] 0.5
+        (outputs,) = second(first([np.random.rand(64, 16)]))  # the same as model(...)
+        ```
     """
 
     model: keras.Model
@@ -40,7 +63,15 @@ class Stage:
     num_bytes: int
 
     def __call__(self, inputs: list[Any], training: bool = False) -> list[Any]:
-        """Computes the outputs, for a list of inputs."""
+        """Computes the outputs of the stage.
+
+        Args:
+            inputs: a list of tensors, the outputs of the stage before.
+            training: as for a Keras model.
+
+        Returns:
+            A list of tensors.
+        """
         # Keras takes a list of one tensor, but gives the tensor.
         return keras.tree.flatten(self.model(inputs, training=training))
 
@@ -48,20 +79,32 @@ class Stage:
 def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None = None) -> list[Stage]:
     """Cuts a model into stages.
 
-    A cut may be between any two layers: several tensors may cross it, and a tensor may pass through a stage that does
-    not use it. Not cut are layers with weights that are used on both sides, and tensors that carry a mask. A model
-    within the model is one layer.
+    A cut may be between any two layers. Several tensors may cross it, and a tensor may pass through a stage that does
+    not use it. A cut is refused if a layer with weights is used on both sides of it, or if a tensor with a mask crosses
+    it. A model within the model is one layer.
 
     Args:
-        model: functional or Sequential, built.
-        num_stages: if `cut_at` is not given.
-        cut_at: names of the layers after which to cut, in their order.
+        model: a built functional or Sequential model.
+        num_stages: number of stages with about equally many weights, if `cut_at` is None.
+        cut_at: names of the layers after which to cut, in the order of their calls.
 
     Returns:
-        The stages in their order.
+        A list of `Stage`, in the order of their calls.
 
     Raises:
-        UserError: if the model cannot be cut into so many stages, or not there.
+        UserError: if the model cannot be cut into so many stages, or not after these layers.
+
+    Example:
+        ```python
+        import keras
+        import kerasdp
+
+        layers = [keras.layers.Dense(16, name=f"dense{number}") for number in range(4)]
+        model = keras.Sequential([keras.Input((16,)), *layers])
+        halves = kerasdp.pipeline.split(model, 2)
+        thirds = kerasdp.pipeline.split(model, cut_at=["dense0", "dense2"])
+        print([stage.layers for stage in thirds])  # [["dense0"], ["dense1", "dense2"], ["dense3"]]
+        ```
     """
     graph = Graph(functional(model))
     costs = graph.costs()
@@ -85,7 +128,21 @@ def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None =
 
 
 def table(stages: list[Stage]) -> str:
-    """Formats a table of what each stage holds and sends."""
+    """Returns a table of the stages as text: their layers, parameters, and the bytes that they send.
+
+    Args:
+        stages: stages as `split` returns them.
+
+    Example:
+        ```python
+        import keras
+        import kerasdp
+
+        layers = [keras.layers.Dense(16, name=f"dense{number}") for number in range(4)]
+        model = keras.Sequential([keras.Input((16,)), *layers])
+        print(kerasdp.pipeline.table(kerasdp.pipeline.split(model, 4)))
+        ```
+    """
     rows = [["stage", "layers", "number", "parameters", "share", "tensors out", "bytes per sample"]]
     for number, stage in enumerate(stages):
         names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"

@@ -54,17 +54,37 @@ _DECLARED = "is_per_sample"
 
 
 def per_sample(definition: Definition) -> Definition:
-    """Says of a loss or a metric that a sample's part of it depends on that sample alone; a decorator.
+    """Declares that a loss or a metric treats each sample by itself. It is a decorator.
 
-    Then several devices compute it each of their own samples, instead of gathering the outputs of the whole batch.
+    Then each of several devices computes the loss or the metric for its own samples. Without it, the outputs of the
+    whole batch are gathered. The losses and metrics of Keras need no declaration.
 
     Args:
         definition: a loss function that returns a value (or values) for each sample, shape `(samples, ...)`; a subclass
-            of `keras.losses.Loss` whose `call` does; or a subclass of `keras.metrics.Metric` whose variables are sums
-            over the samples.
+            of `keras.losses.Loss` whose `call` returns that; or a subclass of `keras.metrics.Metric` whose variables
+            are sums over the samples.
 
     Returns:
-        The same.
+        `definition`.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        @kerasdp.per_sample
+        def asymmetric_error(y_true, y_pred):
+            error = y_true - y_pred
+            return keras.ops.mean(keras.ops.maximum(0.9 * error, -0.1 * error), axis=-1)
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", asymmetric_error)
+            model.fit(np.random.rand(64, 8), np.random.rand(64, 1))
+
+        kerasdp.launch(train, num_devices=2, device="cpu")
+        ```
     """
     setattr(definition, _DECLARED, True)
     return definition

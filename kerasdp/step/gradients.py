@@ -15,27 +15,44 @@ Tensor = Any
 
 
 def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux: bool = False) -> Callable[..., Any]:
-    """Makes a function that gives the value of `function`, and its gradients: as `jax.value_and_grad`, on each backend.
+    """Returns a function that computes the value of `function` and its gradients, as `jax.value_and_grad` does.
 
-    It works in a `train_step`, in a function of `Runner.step`, and outside of any run, with the backend that Keras has.
-    It may be nested: the gradient of a gradient is right. What layers assign to variables (moving statistics, seeds) is
-    kept. `keras.ops.stop_gradient` stops gradients.
+    It works the same on each backend: in a `train_step`, in a function of `Runner.step`, and outside of a run. It may
+    be nested, for gradients of gradients. Values that layers assign to variables (moving statistics, seeds) are kept.
+    `keras.ops.stop_gradient` stops gradients.
 
     Args:
-        function: returns a scalar, of any arguments. With a `LossScaleOptimizer`, let it return
-            `optimizer.scale_loss(loss)`, and give the optimizer the gradients as they are.
-        variables: a structure (list, tuple, dict) of Keras variables, or one of them. None: gradients are taken by the
-            first argument, a tensor or a structure of tensors.
+        function: a function of any arguments that returns a scalar. With a `LossScaleOptimizer` it returns
+            `optimizer.scale_loss(loss)`, and the optimizer gets the gradients unchanged.
+        variables: a Keras variable, or a structure (list, tuple, dict) of them. None: gradients are taken with respect
+            to the first argument, a tensor or a structure of tensors.
         has_aux: whether `function` returns `(scalar, aux)`, where `aux` is a structure of tensors.
 
     Returns:
-        A function of the same arguments, which returns `(value, gradients)`, or `((value, aux), gradients)`.
-        `gradients` has the structure of `variables`, or of the first argument: a tensor of the shape of each, None for
-        what `function` does not depend on.
+        A function of the same arguments, which returns `(value, gradients)`, or `((value, aux), gradients)` with
+        `has_aux`. `gradients` has the structure of `variables`, or of the first argument. Each gradient has the shape
+        of its variable or tensor; it is None if the value does not depend on it.
 
     Raises:
-        UserError: if there is nothing to differentiate by, if it is no floating-point number, or if `function` does
-            not return a scalar.
+        UserError: on a call, if there are no variables or tensors, if one is not of a floating-point type, or if
+            `function` does not return a scalar.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD()
+
+        def loss(x, y):
+            return keras.ops.mean(keras.losses.mean_squared_error(y, model(x)))
+
+        x, y = np.random.rand(64, 8), np.random.rand(64, 1)
+        value, gradients = kerasdp.value_and_grad(loss, model.trainable_variables)(x, y)
+        optimizer.apply(gradients, model.trainable_variables)
+        ```
     """
     name = getattr(function, "__name__", type(function).__name__)
 

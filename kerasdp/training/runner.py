@@ -52,13 +52,32 @@ _OF_PARTS = {
 
 
 class Runner:
-    """Trains, evaluates and predicts on all devices of a run. Made by `kerasdp.launch`, one in each worker process.
+    """Trains, evaluates and predicts on all devices of a run.
+
+    `kerasdp.launch` makes one in each worker process, and gives it to `train`.
 
     Attributes:
-        config: the choices of the run.
+        config: the `kerasdp.Config` of the run.
         devices: the devices of the run.
         strategy: how the devices share the work (`kerasdp.contract.Strategy`).
-        state: where the training is.
+        state: the epoch and the step of the training.
+
+    Example:
+        ```python
+        import keras
+        import numpy as np
+        import kerasdp
+
+        x, y = np.random.rand(64, 8), np.random.rand(64, 1)
+
+        def train(runner):
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            runner.fit(model, x, y, batch_size=runner.config.batch_size, epochs=2)
+            print("replicas:", runner.num_replicas)  # 2
+
+        kerasdp.launch(train, num_devices=2, device="cpu", batch_size=32)
+        ```
     """
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy):
@@ -82,7 +101,7 @@ class Runner:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of the model, one a device."""
+        """Returns the number of replicas of the model that share a batch."""
         return self.strategy.split.num_replicas
 
     @property
@@ -105,9 +124,29 @@ class Runner:
             yield
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which models built alike begin alike, whatever was made before.
+        """Returns a context in which initial weights depend on nothing that was built before.
 
-        Models, optimizers and metrics made elsewhere in `train` have weights of the seed, too, but of other places.
+        Two models that are built the same way, each in its own scope, start with equal weights. Outside of a scope,
+        initial weights also come from the seed of the run, but depend on what `train` has built before.
+
+        Returns:
+            A context manager.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            def train(runner):
+                with runner.scope():
+                    first = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+                with runner.scope():
+                    second = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+                np.testing.assert_array_equal(first.get_weights()[0], second.get_weights()[0])
+
+            kerasdp.launch(train)
+            ```
         """
         self._numbering.restart()
         return self._continued_scope()
@@ -139,21 +178,41 @@ class Runner:
         validation_batch_size: int | None = None,
         validation_freq: int | list[int] = 1,
     ) -> keras.callbacks.History:
-        """Trains a model on all devices. The arguments are those of `keras.Model.fit`.
+        """Trains a model on all devices. The arguments are the same as in `keras.Model.fit`.
+
+        `model.fit` within `train` calls this method. The run writes its files to `config.workdir`; a second call writes
+        to the folder `fit-2` in it.
 
         Args that mean more than in Keras:
-            x: also a `kerasdp.data.sources.Source`. Batches of tf.data, a DataLoader, a generator and the like are read
-                by one process, and handed out.
-            batch_size: the GLOBAL batch, over all devices. None: `config.batch_size`.
+            x: may also be a `kerasdp.ArraySource` or a `kerasdp.RecordSource`. If it gives batches (tf.data, a
+                DataLoader, a generator), one process reads them, and each device gets a shard of each batch.
+            batch_size: samples of the global batch, over all devices. None: `config.batch_size`.
             verbose: `"auto"`: `config.verbose`.
 
         Returns:
-            The `History`. Files of the run are in `config.workdir`, those of a second call in its folder `fit-2`.
+            A `keras.callbacks.History`.
 
         Raises:
             UserError: if the data cannot be split over the devices.
             NonFiniteLossError: if the loss becomes NaN or infinite.
             ReplicasDifferError: if the replicas do not hold equal weights at the end.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            x, y = np.random.rand(64, 8), np.random.rand(64, 1)
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+                return runner.fit(model, x, y, batch_size=32, epochs=2, validation_split=0.25)
+
+            history = kerasdp.launch(train)
+            print(history.history["val_loss"])  # two numbers, one for each epoch
+            ```
         """
         batch_size = batch_size or self.config.batch_size
         if self._model_steps.num_running:
@@ -242,7 +301,38 @@ class Runner:
         callbacks: list[keras.callbacks.Callback] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Evaluates on all devices: each sample counts exactly once. Arguments as in `fit` and in Keras."""
+        """Evaluates a model on all devices. The arguments are the same as in `keras.Model.evaluate`.
+
+        Each sample counts exactly once, also if the batches do not divide by the number of devices. `model.evaluate`
+        within `train` calls this method.
+
+        Args that mean more than in Keras:
+            x: as in `fit`.
+            batch_size: samples of the global batch, over all devices. None: `config.batch_size`.
+
+        Returns:
+            The loss, or a list of the loss and the metrics; a dictionary by name if `return_dict` is True.
+
+        Raises:
+            UserError: if the data cannot be split over the devices.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            x, y = np.random.rand(64, 8), np.random.rand(64, 1)
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+                model.compile(loss="mse", metrics=["mae"])
+                return runner.evaluate(model, x, y, batch_size=32, return_dict=True)
+
+            results = kerasdp.launch(train)
+            print(results["loss"], results["mae"])
+            ```
+        """
         reader = self._reader(x, y, sample_weight, batch_size or self.config.batch_size, steps=steps)
         with self._evaluating(model, reader, "test_step", callbacks, verbose) as (loop, *data):
             logs = loop.evaluate(*data)
@@ -258,7 +348,36 @@ class Runner:
         steps: int | None = None,
         callbacks: list[keras.callbacks.Callback] | None = None,
     ) -> Any:
-        """Predicts on all devices; each process gets the outputs of all samples, in order. Arguments as in Keras."""
+        """Predicts on all devices. The arguments are the same as in `keras.Model.predict`.
+
+        `model.predict` within `train` calls this method.
+
+        Args that mean more than in Keras:
+            x: as in `fit`.
+            batch_size: samples of the global batch, over all devices. None: `config.batch_size`.
+
+        Returns:
+            The outputs of all samples as NumPy arrays, in the order of `x`. Each process gets all of them.
+
+        Raises:
+            UserError: if the data cannot be split over the devices.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            x = np.random.rand(64, 8)
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+                return runner.predict(model, x, batch_size=32)
+
+            outputs = kerasdp.launch(train)
+            print(outputs.shape)  # (64, 4)
+            ```
+        """
         reader = self._reader(x, None, None, batch_size or self.config.batch_size, steps=steps)
         with self._evaluating(model, reader, "predict_step", callbacks, verbose) as (loop, *data):
             return loop.predict(*data)
@@ -289,21 +408,44 @@ class Runner:
             self.strategy.gather_variables(model)
 
     def step(self, function: Callable[..., Any] | None = None, *, returns: Any = "mean") -> Any:
-        """Makes of a function one step on all devices, compiled where the backend can: for a custom loop.
+        """Turns a function into a step that runs on all devices, for a custom training loop. Can be a decorator.
+
+        JAX and TensorFlow compile the step. PyTorch compiles it as `config.compile` says.
 
         Args:
-            function: of a batch, as `(x, y)`, `(x, y, sample_weight)`, `x` alone, or whatever structure the step is
-                given; or of nothing. It may use Keras models, optimizers, metrics and variables as it likes, and
-                `kerasdp.value_and_grad`. None: the result is a decorator.
-            returns: how what it returns is joined over the devices, a word or a structure of them: `"mean"` over the
-                rows of the batch (results of metrics are those of all rows anyway), `"sum"`, `"rows"`: concatenated in
-                the order of the batch, `"same"`: it is the same on all.
+            function: takes a batch: `(x, y)`, `(x, y, sample_weight)`, `x` alone, or another structure of arrays. It
+                may also take no argument. It may use Keras models, optimizers, metrics, variables and
+                `kerasdp.value_and_grad`. None: `step` returns a decorator.
+            returns: how the values that the function returns are combined over the devices. `"mean"`: the mean over the
+                rows of the batch. `"sum"`: the sum over the devices, as for a number of rows. `"rows"`: concatenated,
+                in the order of the batch. `"same"`: the value is the same on all devices. It may also be a structure of
+                these words, if the function returns a structure. The result of a metric counts all rows in any case.
 
         Returns:
-            A function of a batch of `batches`, or of arrays that every process has the whole of.
+            A function. It takes a batch of `batches`, or arrays; then each process must give the whole batch.
 
         Raises:
-            UserError: on the first call, if devices that each have some rows would do something else than one.
+            UserError: on the first call, if the step on several devices would differ from the step on one device.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            x = np.random.rand(64, 8)
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+
+                @runner.step(returns="rows")
+                def forward(batch):
+                    return model(batch, training=False)
+
+                return [forward(batch).shape for batch in runner.batches(x, batch_size=32)]
+
+            print(kerasdp.launch(train))  # (32, 4) for each of two batches
+            ```
         """
         if function is None:
             return functools.partial(self.step, returns=returns)
@@ -322,9 +464,37 @@ class Runner:
     ) -> Iterator[LoopBatch]:
         """Yields the global batches of some epochs, in the order of `fit`, for functions that `step` makes.
 
-        The arguments are those of `fit`. What `checkpoint` was told of is saved between the batches, and a resumed run
-        begins with the batch after. A loop within another (a validation, a second data set) is neither saved nor
-        recorded.
+        The arguments are the same as in `fit`. If `checkpoint` was called before the loop, the run saves the parts
+        that it names between two batches. A resumed run begins with the batch after the last saved step. A loop within
+        another loop (a validation, a second data set) is neither saved nor recorded.
+
+        Yields:
+            Batches for functions that `step` makes. `epoch` and `number` (in the epoch) count from 0; `is_last` says
+            whether it is the last batch of the epoch, and is None if that is not known.
+
+        Raises:
+            UserError: if the data cannot be split over the devices.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            x, y = np.random.rand(64, 8), np.random.rand(64, 1)
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+                @runner.step
+                def error(batch):
+                    return keras.ops.mean(keras.ops.square(model(batch[0]) - batch[1]))
+
+                for batch in runner.batches(x, y, batch_size=32, epochs=2):
+                    print(batch.epoch, batch.number, float(error(batch)))
+
+            kerasdp.launch(train)
+            ```
         """
         batch_size = batch_size or self.config.batch_size
         order = {"shuffle": shuffle, "steps": steps_per_epoch}
@@ -364,46 +534,134 @@ class Runner:
         stack.callback(setattr, self, "_loop", None)
 
     def steps(self, number: int) -> Iterator[int]:
-        """Yields the numbers of the steps of a loop that brings its own data, from 0, or from where a run resumes.
+        """Yields the numbers of the steps of a loop whose data comes from somewhere else, as an environment.
 
-        As `batches` in all else: `log`, `checkpoint` before the loop; the files of the run count `config.batch_size`
-        samples a step. What the data comes from, an environment say, is not saved.
+        `log` and `checkpoint` work as with `batches`. The files of the run count `config.batch_size` samples a step.
+        The source of the data is not saved.
+
+        Args:
+            number: of steps.
+
+        Yields:
+            The numbers from 0 to `number - 1`. A resumed run begins with the step after the last saved one.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+                step = runner.step(lambda batch: keras.ops.mean(model(batch)))
+                random = np.random.default_rng(0)  # the same numbers on each process
+                for number in runner.steps(3):
+                    print(number, float(step(random.random((64, 8)))))
+
+            kerasdp.launch(train)
+            ```
         """
         rows = np.broadcast_to(np.zeros((), "float32"), (number * self.config.batch_size, 1))  # one number in memory
         for batch in self.batches(rows, shuffle=False):
             yield batch.number
 
     def log(self, logs: dict[str, Any]) -> None:
-        """Tells the files, the progress and the trackers of the run what a step of the loop over `batches` gave.
+        """Records numbers of a step, in a loop over `batches` or `steps`.
+
+        If `checkpoint` was called before the loop, the numbers go to the files of the run, its progress bar and its
+        trackers.
 
         Args:
-            logs: scalars by name, tensors that the device may still compute; `loss` is the curve of the run.
+            logs: scalars by name; they may be tensors that the device still computes. The run draws a curve of `loss`.
 
         Raises:
-            UserError: outside of a loop over `batches`.
+            UserError: outside of a loop over `batches` or `steps`.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+                optimizer = keras.optimizers.SGD()
+                optimizer.build(model.trainable_variables)
+                runner.checkpoint(models=model, optimizers=optimizer)
+                step = runner.step(lambda batch: {"loss": keras.ops.mean(keras.ops.square(model(batch)))})
+                for batch in runner.batches(np.random.rand(64, 8), batch_size=32):
+                    runner.log(step(batch))
+
+            kerasdp.launch(train, workdir="runs/logged", log_every=1)  # see runs/logged/steps.jsonl
+            ```
         """
         if self._loop is None:
             raise UserError("log: there is no loop over runner.batches")
         self._loop.logs = dict(logs)
 
     def checkpoint(self, *, models: Any, optimizers: Any, metrics: Any = None, variables: Any = None) -> None:
-        """Says what the next loop over `batches` saves: as with `fit`, it resumes on any backend and number of devices.
+        """Names the parts that the next loop over `batches` or `steps` saves. Call it before the loop.
 
-        With it the loop also has the files, the progress and the trackers of `fit`; see `log`.
+        The run can resume on any backend and number of devices, as with `fit`. The loop also writes the files of a run,
+        shows its progress and calls its trackers; see `log`.
 
         Args:
-            models: by name, as a list, or one alone; and so for the others.
-            optimizers: that are built.
-            metrics: whose values go from one step to the next.
-            variables: that are in none of these; `keras.random.SeedGenerator` likewise.
+            models: one Keras model or layer, a list of them, or a dictionary by name. All are built. The other
+                arguments have the same forms.
+            optimizers: at least one. Call `optimizer.build(variables)` before.
+            metrics: metrics whose values last longer than a step.
+            variables: a `keras.Variable` or `keras.random.SeedGenerator` that none of the other parts holds.
 
         Raises:
-            UserError: for what cannot be saved. A step of the loop that uses anything else raises it later.
+            UserError: if a part is not built or cannot be saved. A step of the loop raises it later, if it uses a
+                variable that would not be saved.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+                optimizer = keras.optimizers.SGD()
+                optimizer.build(model.trainable_variables)
+                runner.checkpoint(models=model, optimizers=optimizer)
+                step = runner.step(lambda batch: {"loss": keras.ops.mean(keras.ops.square(model(batch)))})
+                for batch in runner.batches(np.random.rand(64, 8), batch_size=32, epochs=2):
+                    runner.log(step(batch))
+
+            kerasdp.launch(train, workdir="runs/loop")
+            kerasdp.launch(train, workdir="runs/loop", resume=True)  # finds that all is done
+            ```
         """
         self._saved_parts = SavedParts(models=models, optimizers=optimizers, metrics=metrics, variables=variables)
 
     def check_replicas(self, model: keras.Model) -> None:
-        """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
+        """Checks that all replicas of a model hold bit-equal weights. `fit` does so at its end.
+
+        Args:
+            model: a model that the run trains.
+
+        Raises:
+            ReplicasDifferError: if they do not; the text names the first variable that differs.
+
+        Example:
+            ```python
+            import keras
+            import numpy as np
+            import kerasdp
+
+            def train(runner):
+                model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+                runner.predict(model, np.random.rand(64, 8))
+                model.set_weights([weights * 0.9 for weights in model.get_weights()])
+                runner.check_replicas(model)
+
+            kerasdp.launch(train, num_devices=2, device="cpu")
+            ```
+        """
         require_equal_replicas(model, self.strategy)
 
     def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
