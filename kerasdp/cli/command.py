@@ -83,7 +83,10 @@ def help_text() -> str:
 
 
 def files(folder: str) -> list[pathlib.Path]:
-    """Returns the files of one of `FOLDERS`, which are in the installed package, or in the checkout that it is in."""
+    """Returns the files of one of `FOLDERS`, or of a folder in it.
+
+    They are in the installed package, or in the checkout that it is in.
+    """
     root = _PACKAGE / "kit" if (_PACKAGE / "kit").is_dir() else _PACKAGE.parent
     return [path for path in sorted((root / folder).glob("*")) if path.is_file()]
 
@@ -119,6 +122,8 @@ def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
 def copy(name: str, folder: str = ".") -> list[pathlib.Path]:
     """Copies a file, with the recipes that it imports, or a whole folder.
 
+    With a recipe a new folder gets what a project needs: a `pyproject.toml`, and a test of two steps.
+
     Args:
         name: of a file, with or without its folder and ending, or of a folder.
         folder: where to; it is made if need be.
@@ -133,6 +138,8 @@ def copy(name: str, folder: str = ".") -> list[pathlib.Path]:
     if os.path.lexists(place) and not place.is_dir():
         raise UserError(f"expected a folder to copy into. Received: {folder!r}, which is something else")
     sources = dict.fromkeys(path for one in _find(name) for path in _with_imports(one))
+    if not place.exists() and {path.suffix for path in sources} == {".py"}:
+        sources |= dict.fromkeys(files("recipes/template"))
     targets = {path: place / path.name for path in sources}
     in_the_way = [str(target) for target in targets.values() if os.path.lexists(target)]
     if in_the_way:

@@ -5,11 +5,13 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 import types
 import zipfile
 
 import pytest
 
+import kerasdp
 from kerasdp.cli import command
 from kerasdp.processes import hardware
 from tests.helpers import BACKENDS, ROOT, make_images, run, start
@@ -82,6 +84,20 @@ def test_copies_never_overwrite(tmp_path, capsys, monkeypatch):
 def test_copies_bring_what_they_import(tmp_path):
     command.copy("finetune", str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"finetune.py", "text.py"}
+
+
+@pytest.mark.proof
+def test_a_new_folder_is_a_project(tmp_path):
+    """Its test trains the recipe on one and on two devices; its package is this version's."""
+    folder = tmp_path / "mine"
+    command.copy("train", str(folder))
+    assert {path.name for path in folder.iterdir()} == {"train.py", "pyproject.toml", "test_two_steps.py"}
+    needed = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert needed == [f"kerasdp[all]=={kerasdp.__version__}"]
+    done = run("-m", "pytest", "-p", "no:cacheprovider", cwd=folder, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+    (folder / "train.py").write_text((folder / "train.py").read_text().replace("runner.config", "None"))
+    assert run("-m", "pytest", "-p", "no:cacheprovider", cwd=folder, PYTHONPATH=str(ROOT)).returncode == 1
 
 
 @pytest.mark.proof
