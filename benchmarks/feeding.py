@@ -77,7 +77,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
     found["folder"] = rate(NUM_IMAGES, lambda: all_of(records))
 
     with runner.scope():
-        model = kerasdp.build_model(config, x.shape[1:], NUM_CLASSES)
+        model = kerasdp.build_model(config.model, x.shape[1:], NUM_CLASSES)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     used = slice(0, config.batch_size * 3)
     runner.fit(model, x[used], y[used], epochs=4)

@@ -68,11 +68,11 @@ def make_task(args: Any) -> tuple[Any, Any, np.ndarray]:
     config = kerasdp.Config(model=args.model, dataset=args.dataset or "digits", data_dir=args.data_dir)
     if args.dataset is None:
         x, y = protocol.make_data(args)
-        return kerasdp.build_model(config, x.shape[1:], protocol.NUM_CLASSES), x, y
-    data = kerasdp.load_data(config)
+        return kerasdp.build_model(config.model, x.shape[1:], protocol.NUM_CLASSES), x, y
+    data = kerasdp.load_data(config.dataset, config.data_dir)
     indices = np.arange(data.train.num_samples)
     x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
-    return kerasdp.build_model(config, x.shape[1:], data.num_classes), x, y
+    return kerasdp.build_model(config.model, x.shape[1:], data.num_classes), x, y
 
 
 def choose_precision(args: Any) -> None:

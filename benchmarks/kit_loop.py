@@ -49,7 +49,7 @@ class ComputedTokens:
 def make_task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[], Any]]:
     """Returns the samples, in full batches only, their labels, and what builds the model."""
     if args.model in MODELS:
-        data = kerasdp.load_data(config)
+        data = kerasdp.load_data(config.dataset, config.data_dir)
         indices = np.arange(data.train.num_samples // config.batch_size * config.batch_size)
         if not len(indices):
             raise kerasdp.UserError(f"--batch_size: expected at most {data.train.num_samples}, the samples there are")
@@ -76,7 +76,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
     x, y, build = make_task(args, config)
     with runner.scope():
         model = build()
-        model.compile(kerasdp.make_optimizer(config), **keras_models.make_loss(args))
+        model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), **keras_models.make_loss(args))
     before = protocol.memory_now()
 
     train_own = make_own_loop(runner, model, x, y) if args.loop else None

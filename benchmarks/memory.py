@@ -64,7 +64,7 @@ def train(runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int
             return next(int(line.split()[1]) / 1e3 for line in file if line.startswith(which))
 
     with runner.scope():
-        model = gpt(*shape) if name == "gpt" else kerasdp.build_model(runner.config, (64, 64, 3), 10)
+        model = gpt(*shape) if name == "gpt" else kerasdp.build_model(runner.config.model, (64, 64, 3), 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-4), loss)
     times: list[float] = []

@@ -42,7 +42,7 @@ def train(folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> Non
     count = config.batch_size * steps
     x, y = numbers.integers(0, 256, (count, 28, 28, 1), "uint8"), numbers.integers(0, 10, count)
     with runner.scope():
-        model = kerasdp.build_model(config, x.shape[1:], 10)
+        model = kerasdp.build_model(config.model, x.shape[1:], 10)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for number in range(rounds + 1):  # the first compiles

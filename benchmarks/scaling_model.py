@@ -109,8 +109,8 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
     if config.model not in MODELS:
         model = keras_models.gpt(**GPT)
     else:
-        data = kerasdp.load_data(config)
-        model = kerasdp.build_model(config, data.input_shape, data.num_classes)
+        data = kerasdp.load_data(config.dataset, config.data_dir)
+        model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     sent, sizes = step_bytes(kerasdp.portable(model), config, 2), np.array(Graph(model).costs())
     return {

@@ -71,7 +71,7 @@ API = {
     ],
     "Trained models": ["load_model", "export"],
     "Measuring": ["parity", "pipeline"],
-    "Recipes": ["main"],
+    "Recipes": ["flags", "main"],
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from kerasdp.launch import local_devices as local_devices
 from kerasdp.processes.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
+    from kerasdp import flags as flags
     from kerasdp import parity as parity
     from kerasdp.checkpoint.trained import export as export
     from kerasdp.checkpoint.trained import load_model as load_model
@@ -56,7 +57,12 @@ _NAMES_OF = {
     "kerasdp.training.runner": ("Runner",),
 }
 # Modules themselves.
-_MODULES = {"layers": "kerasdp.same.layers", "parity": "kerasdp.parity", "pipeline": "kerasdp.scale.pipeline"}
+_MODULES = {
+    "flags": "kerasdp.flags",
+    "layers": "kerasdp.same.layers",
+    "parity": "kerasdp.parity",
+    "pipeline": "kerasdp.scale.pipeline",
+}
 _PLACES = _MODULES | {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = sorted(["Config", "PreemptedError", "RunError", "UserError", "launch", "local_devices", *_PLACES])
 

@@ -35,6 +35,11 @@ def from_command_line() -> Iterator[None]:
             del os.environ[_FROM_COMMAND_LINE]
 
 
+def say_flags() -> None:
+    """Lets all messages of this process, and of its workers, name flags: it was started by a command line."""
+    os.environ[_FROM_COMMAND_LINE] = "1"
+
+
 def is_from_command_line() -> bool:
     """Returns whether messages name flags."""
     return _FROM_COMMAND_LINE in os.environ

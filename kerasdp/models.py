@@ -12,17 +12,18 @@ from typing import Any
 import keras
 from keras import layers
 
-from kerasdp.config import Config, choices
+from kerasdp.config import MODELS, choices
 from kerasdp.data.datasets import one_download_at_a_time
 from kerasdp.errors import UserError
 from kerasdp.run_state import made_of_choices
 
 
-def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Builds the model of a `kerasdp.Config`: a built-in model, or the model of a user-defined function.
+def build_model(name: str, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Builds a built-in model, or calls a function of the user that builds one.
 
     Args:
-        config: a `kerasdp.Config`; `model` is read.
+        name: `"lenet"`, `"lenet(activation='relu')"` or another model of this module; or `"my_model.py:build"`, a
+            function that is called as `build(input_shape=, num_classes=)`.
         input_shape: shape of one input, without the batch axis.
         num_classes: number of logits.
 
@@ -31,21 +32,22 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
         take images from 0 to 255, and scale them; `"mlp"` also takes vectors, which it does not scale.
 
     Raises:
-        UserError: if a built-in model cannot have this input shape; if a user-defined function does not take
-            `input_shape` and `num_classes`, or returns no Keras model.
+        UserError: if there is no such model, the user's function cannot be called so, or returns no Keras model.
 
     Example:
         ```python
         import keras
         import kerasdp
 
-        model = kerasdp.build_model(kerasdp.Config(model="mlp"), input_shape=(28, 28, 1), num_classes=10)
+        model = kerasdp.build_model("mlp", input_shape=(28, 28, 1), num_classes=10)
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         print(model.output_shape)  # (None, 10)
         ```
     """
-    name, arguments = choices.parse(config.model, "model")
+    name, arguments = choices.parse(name, "model")
     is_own = ":" in name
+    if not is_own and name not in MODELS:
+        raise UserError(f"--model: expected one of {', '.join(MODELS)}, or file.py:function. Received: {name!r}")
     builder = choices.load_user_function(name, "model") if is_own else globals()[name]
     if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
         arguments["kernel_initializer"] = _initializer(text)
@@ -66,11 +68,12 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     return made_of_choices(model)
 
 
-def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
-    """Makes the optimizer of a `kerasdp.Config`.
+def make_optimizer(name: str, learning_rate: Any = None) -> keras.optimizers.Optimizer:
+    """Makes an optimizer of Keras by its name.
 
     Args:
-        config: a `kerasdp.Config`; `optimizer` and `learning_rate` are read.
+        name: with arguments or without, as `"adam"` or `"sgd(momentum=0.9)"`.
+        learning_rate: a number or a schedule of Keras. None: the one in `name`, or the optimizer's own.
 
     Returns:
         A Keras optimizer.
@@ -83,13 +86,12 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         import keras
         import kerasdp
 
-        config = kerasdp.Config(optimizer="adam(beta_1=0.8)", learning_rate=0.01)
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-        model.compile(kerasdp.make_optimizer(config), "mse")
+        model.compile(kerasdp.make_optimizer("adam(beta_1=0.8)", learning_rate=0.01), "mse")
         print(model.optimizer.beta_1)  # 0.8
         ```
     """
-    name, arguments = choices.parse(config.optimizer, "optimizer")
+    name, arguments = choices.parse(name, "optimizer")
     base = keras.optimizers.Optimizer
     known: dict[str, Any] = {
         name.lower(): value
@@ -98,8 +100,8 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
     }
     if name.lower() not in known:
         raise UserError(f"--optimizer: expected one of {', '.join(known)}. Received: {name!r}")
-    if config.learning_rate is not None:
-        arguments["learning_rate"] = config.learning_rate
+    if learning_rate is not None:
+        arguments["learning_rate"] = learning_rate
     try:
         return made_of_choices(known[name.lower()](**arguments))
     except (TypeError, ValueError) as error:

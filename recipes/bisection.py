@@ -19,15 +19,16 @@ def build_model(config: kerasdp.Config) -> object:
     """Runs in every process, after the backend is chosen. Yours may build any compiled Keras model."""
     import keras
 
-    data = kerasdp.load_data(config)
-    model = kerasdp.build_model(config, data.input_shape, data.num_classes)
-    model.compile(kerasdp.make_optimizer(config), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = kerasdp.load_data(config.dataset, config.data_dir)
+    model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), loss)
     return model
 
 
 def load_data(config: kerasdp.Config) -> object:
     """Runs in every process, after `build_model`. Yours may return `(x, y)`."""
-    return kerasdp.load_data(config).train
+    return kerasdp.load_data(config.dataset, config.data_dir).train
 
 
 def find(config: kerasdp.Config, backends: list[str] | None) -> bool:

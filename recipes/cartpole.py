@@ -12,10 +12,12 @@ and optimizer are saved with --workdir; the games are not, so that a run that is
 ones. Copy this file into your project and change what you like.
 """
 
+from absl import app
+
 import kerasdp
 
 GAMES, STEPS, DISCOUNT, UPDATES = 16, 16, 0.98, 800
-UNUSED = ["model", "dataset", "data_dir", "optimizer", "batch_size", "epochs"]
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
 
 def train(runner: "kerasdp.Runner") -> float:
@@ -80,5 +82,10 @@ def train(runner: "kerasdp.Runner") -> float:
     return float(np.mean(ended[-50:]))
 
 
+def main(_) -> None:
+    """Runs in the process that was started."""
+    kerasdp.launch(train, **kerasdp.flags.values())
+
+
 if __name__ == "__main__":
-    kerasdp.main(train, unused=UNUSED)
+    app.run(main)

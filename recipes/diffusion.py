@@ -14,10 +14,16 @@ project and change what you like.
 
 import os
 
+from absl import app, flags
+
 import kerasdp
 
 SAMPLING_STEPS = 20
-UNUSED = ["model", "optimizer"]
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.")
+flags.DEFINE_integer("epochs", 20, "Passes over the training data.")
+flags.DEFINE_string("dataset", "digits", "digits, fashion_mnist, mnist, cifar10, ...")
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
 
 def build(image_shape: tuple[int, int, int]):
@@ -48,7 +54,7 @@ def train(runner: "kerasdp.Runner") -> float:
     from keras import ops
 
     config = runner.config
-    data = kerasdp.load_data(config)
+    data = kerasdp.load_data(FLAGS.dataset)
     with runner.scope():
         network, average = build(data.input_shape), build(data.input_shape)
         optimizer = keras.optimizers.AdamW(2e-3, weight_decay=1e-4)
@@ -82,7 +88,7 @@ def train(runner: "kerasdp.Runner") -> float:
         return {"loss": loss, "error": error.result()}
 
     runner.checkpoint(models=[network, average], optimizers=optimizer, metrics=error, variables=seeds)
-    for batch in runner.batches(data.train, batch_size=config.batch_size, epochs=config.epochs):
+    for batch in runner.batches(data.train, batch_size=FLAGS.batch_size, epochs=FLAGS.epochs):
         if batch.number == 0:
             error.reset_state()
         runner.log(train_step(batch))
@@ -109,5 +115,10 @@ def train(runner: "kerasdp.Runner") -> float:
     return float(error.result())
 
 
+def main(_) -> None:
+    """Runs in the process that was started."""
+    kerasdp.launch(train, **kerasdp.flags.values())
+
+
 if __name__ == "__main__":
-    kerasdp.main(train, defaults={"batch_size": 64, "epochs": 20}, unused=UNUSED)
+    app.run(main)

@@ -22,7 +22,7 @@ def evaluate(runner: "kerasdp.Runner", checkpoint: str) -> None:
     import keras
 
     config = runner.config
-    data = kerasdp.load_data(config)
+    data = kerasdp.load_data(config.dataset, config.data_dir)
     with runner.scope():
         model = kerasdp.load_model(checkpoint)  # of layers of your own: load_model(checkpoint, build_it())
         model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])

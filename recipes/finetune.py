@@ -103,7 +103,8 @@ def fit(runner, model, train, test, epochs):
 
     own = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
     is_task = hasattr(model, "backbone")  # of KerasHub, which knows its loss and metrics
-    model.compile(kerasdp.make_optimizer(runner.config), **({} if is_task else own))
+    optimizer = kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate)
+    model.compile(optimizer, **({} if is_task else own))
     before = runner.evaluate(model, *test, return_dict=True)
     runner.fit(model, *train, validation_data=test, epochs=epochs)
     return before, runner.evaluate(model, *test, return_dict=True)

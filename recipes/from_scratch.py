@@ -151,8 +151,8 @@ def accuracy(parameters: list, devices: list, data: Any, batch_size: int) -> flo
 def train(config: kerasdp.Config) -> None:
     """Runs in this process, which drives all devices."""
     with kerasdp.local_devices(config) as devices:
-        data = kerasdp.load_data(config)
-        weights = kerasdp.build_model(config, data.input_shape, data.num_classes).get_weights()  # as of train.py
+        data = kerasdp.load_data(config.dataset, config.data_dir)
+        weights = kerasdp.build_model(config.model, data.input_shape, data.num_classes).get_weights()  # as of train.py
         demonstrate(devices, weights)
         parameters = [[copy_to(device, array) for array in weights] for device in devices]
         order = kerasdp.Order(num_samples=data.train.num_samples, batch_size=config.batch_size, seed=config.seed)

@@ -14,10 +14,16 @@ Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your
 
 import os
 
+from absl import app, flags
+
 import kerasdp
 
 NOISE, CRITIC_UPDATES = 32, 3
-UNUSED = ["model", "optimizer"]
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.")
+flags.DEFINE_integer("epochs", 20, "Passes over the training data.")
+flags.DEFINE_string("dataset", "digits", "digits, fashion_mnist, mnist, cifar10, ...")
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
 
 def build(image_shape: tuple[int, int, int]):
@@ -47,7 +53,7 @@ def train(runner: "kerasdp.Runner") -> float:
     from keras import ops
 
     config = runner.config
-    data = kerasdp.load_data(config)
+    data = kerasdp.load_data(FLAGS.dataset)
     with runner.scope():
         generator, critic = build(data.input_shape)
         of_generator, of_critic = (keras.optimizers.Adam(1e-3, beta_1=0.5, beta_2=0.9) for _ in range(2))
@@ -92,7 +98,7 @@ def train(runner: "kerasdp.Runner") -> float:
     runner.checkpoint(
         models=[generator, critic], optimizers=[of_generator, of_critic], metrics=distance, variables=seeds
     )
-    for batch in runner.batches(data.train, batch_size=config.batch_size, epochs=config.epochs):
+    for batch in runner.batches(data.train, batch_size=FLAGS.batch_size, epochs=FLAGS.epochs):
         if batch.number == 0:
             distance.reset_state()
         logs = train_step(batch)
@@ -110,5 +116,10 @@ def train(runner: "kerasdp.Runner") -> float:
     return float(distance.result())
 
 
+def main(_) -> None:
+    """Runs in the process that was started."""
+    kerasdp.launch(train, **kerasdp.flags.values())
+
+
 if __name__ == "__main__":
-    kerasdp.main(train, defaults={"batch_size": 64, "epochs": 20}, unused=UNUSED)
+    app.run(main)

@@ -20,7 +20,7 @@ import kerasdp
 
 def write(runner: "kerasdp.Runner", folder: str, kind: str, num_shards: int) -> None:
     """Writes both splits; runs once, whatever the backend."""
-    data = kerasdp.load_data(runner.config)
+    data = kerasdp.load_data(runner.config.dataset, runner.config.data_dir)
     os.makedirs(folder, exist_ok=True)
     for split, source in (("train", data.train), ("test", data.test)):
         for shard in range(num_shards):

@@ -21,10 +21,10 @@ def build_model(config: kerasdp.Config) -> object:
     """Runs in every process, after the backend is chosen. Yours may build any compiled Keras model."""
     import keras
 
-    data = kerasdp.load_data(config)
-    model = kerasdp.build_model(config, data.input_shape, data.num_classes)
+    data = kerasdp.load_data(config.dataset, config.data_dir)
+    model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
     model.compile(
-        optimizer=kerasdp.make_optimizer(config),
+        optimizer=kerasdp.make_optimizer(config.optimizer, config.learning_rate),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -33,7 +33,7 @@ def build_model(config: kerasdp.Config) -> object:
 
 def load_data(config: kerasdp.Config) -> object:
     """Runs in every process, after `build_model`. Yours may return `(x, y)`."""
-    return kerasdp.load_data(config).train
+    return kerasdp.load_data(config.dataset, config.data_dir).train
 
 
 def compare(config: kerasdp.Config, backends: list[str] | None, device_counts: list[int]) -> bool:

@@ -36,15 +36,15 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
     import keras
 
     config = runner.config
-    data = kerasdp.load_data(config)
+    data = kerasdp.load_data(config.dataset, config.data_dir)
 
     @kerasdp.per_sample
     def squared_error(labels: Any, outputs: Any) -> Any:
         return keras.losses.mean_squared_error(keras.ops.one_hot(labels, data.num_classes), outputs)
 
     with runner.scope():
-        model = kerasdp.build_model(config, data.input_shape, data.num_classes)
-        model.compile(kerasdp.make_optimizer(config), squared_error)
+        model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+        model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), squared_error)
     runner.fit(model, data.train, epochs=config.epochs)
     strategy = runner.strategy
     memory = [round(most / 2**20) for most in strategy.processes.all_gather_object(strategy.peak_memory_bytes())]

@@ -21,7 +21,7 @@ import kerasdp
 def predict(runner: "kerasdp.Runner", checkpoint: str, output: str | None) -> None:
     """Runs in every worker process, after the backend is chosen."""
     config = runner.config
-    data = kerasdp.load_data(config)
+    data = kerasdp.load_data(config.dataset, config.data_dir)
     with runner.scope():
         model = kerasdp.load_model(checkpoint)  # of layers of your own: load_model(checkpoint, build_it())
     outputs = runner.predict(model, data.test)  # of all samples, in their order, whatever the number of devices

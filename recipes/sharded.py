@@ -16,23 +16,31 @@ import io
 import os
 from typing import Any
 
+from absl import app, flags
+
 import kerasdp
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.")
+flags.DEFINE_integer("epochs", 20, "Passes over the training data.")
+flags.DEFINE_float("learning_rate", 0.03, "Learning rate.")
+flags.DEFINE_string("data_dir", None, "Folder with the files train-* and test-*.")
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
 
 def train(runner: "kerasdp.Runner") -> None:
     """Runs in every worker process, after the backend is chosen."""
     import keras
 
-    config = runner.config
     with runner.scope():
-        model = kerasdp.build_model(config, input_shape=(28, 28, 1), num_classes=10)
+        model = kerasdp.build_model("lenet", input_shape=(28, 28, 1), num_classes=10)
         model.compile(
-            optimizer=kerasdp.make_optimizer(config),
+            optimizer=keras.optimizers.SGD(FLAGS.learning_rate, momentum=0.9),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
-    train_data, test_data = (open_shards(config.data_dir, split) for split in ("train", "test"))
-    runner.fit(model, train_data, batch_size=config.batch_size, epochs=config.epochs, validation_data=test_data)
+    train_data, test_data = (open_shards(FLAGS.data_dir, split) for split in ("train", "test"))
+    model.fit(train_data, batch_size=FLAGS.batch_size, epochs=FLAGS.epochs, validation_data=test_data)
 
 
 def open_shards(folder: str | None, split: str) -> "kerasdp.RecordSource":
@@ -61,5 +69,10 @@ def pixels(png: bytes) -> Any:
     return np.asarray(Image.open(io.BytesIO(png)))[..., None]
 
 
+def main(_) -> None:
+    """Runs in the process that was started."""
+    kerasdp.launch(train, **kerasdp.flags.values())
+
+
 if __name__ == "__main__":
-    kerasdp.main(train)
+    app.run(main)

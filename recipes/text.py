@@ -12,10 +12,16 @@ The text is cut into windows of 128 characters, so there is nothing to pad, and 
 into your project and change what you like.
 """
 
+from absl import app, flags
+
 import kerasdp
 
 LENGTH, WIDTH, HEADS, BLOCKS = 128, 128, 4, 2
-UNUSED = ["model", "dataset", "data_dir"]
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("batch_size", 32, "Samples per step, over all devices.")
+flags.DEFINE_integer("epochs", 8, "Passes over the training data.")
+flags.DEFINE_float("learning_rate", 0.001, "Learning rate.")
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
 
 def windows():
@@ -54,15 +60,18 @@ def train(runner: "kerasdp.Runner") -> None:
     """Runs in every worker process, after the backend is chosen."""
     import keras
 
-    config = runner.config
     training, held_out, num_characters = windows()
     with runner.scope():
         model = build(num_characters)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(kerasdp.make_optimizer(config), loss, metrics=["accuracy"])
-    runner.fit(model, *training, epochs=config.epochs, validation_data=held_out)
+        model.compile(keras.optimizers.Adam(FLAGS.learning_rate), loss, metrics=["accuracy"])
+    model.fit(*training, batch_size=FLAGS.batch_size, epochs=FLAGS.epochs, validation_data=held_out)
+
+
+def main(_) -> None:
+    """Runs in the process that was started."""
+    kerasdp.launch(train, **kerasdp.flags.values())
 
 
 if __name__ == "__main__":
-    defaults = {"optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 8}
-    kerasdp.main(train, defaults=defaults, unused=UNUSED)
+    app.run(main)

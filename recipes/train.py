@@ -22,11 +22,11 @@ def train(runner: "kerasdp.Runner") -> None:
     import keras
 
     config = runner.config
-    data = kerasdp.load_data(config)
+    data = kerasdp.load_data(config.dataset, config.data_dir)
     with runner.scope():
-        model = kerasdp.build_model(config, data.input_shape, data.num_classes)
+        model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
         model.compile(
-            optimizer=kerasdp.make_optimizer(config),
+            optimizer=kerasdp.make_optimizer(config.optimizer, config.learning_rate),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )

@@ -35,14 +35,14 @@ def train(runner: "kerasdp.Runner", backbone: str, weights: str, head_epochs: in
     from keras import layers
 
     config = runner.config
-    data = kerasdp.load_data(config)
+    data = kerasdp.load_data(config.dataset, config.data_dir)
     with runner.scope():
         body, preprocess = kerasdp.load_backbone(backbone, weights, data.input_shape)
         body.trainable = False
         images = keras.Input(data.input_shape)
         x = layers.Dropout(0.2)(layers.GlobalAveragePooling2D()(body(preprocess(images))))
         model = keras.Model(images, layers.Dense(data.num_classes, name="head")(x), name=f"{backbone}_transfer")
-        compile_with(model, kerasdp.make_optimizer(config))
+        compile_with(model, kerasdp.make_optimizer(config.optimizer, config.learning_rate))
     fit = functools.partial(runner.fit, model, data.train, batch_size=config.batch_size, validation_data=data.test)
     fit(epochs=head_epochs)
     body.trainable = True

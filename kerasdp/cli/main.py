@@ -27,7 +27,7 @@ from kerasdp.config.choices import (
     choices_of,
     is_count,
 )
-from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, say_how_it_ends
+from kerasdp.errors import RunError, UserError, from_command_line, say_how_it_ends
 from kerasdp.launch import launch
 from kerasdp.processes.devices import choose_backend
 from kerasdp.reporting.report import drop_stdout
@@ -214,13 +214,7 @@ def _as_kind(value: Any, kinds: tuple[type, ...]) -> Any:
     return value
 
 
-def main(
-    function: Callable[..., Any],
-    flags: str = "train",
-    *,
-    defaults: dict[str, Any] | None = None,
-    unused: Sequence[str] = (),
-) -> None:
+def main(function: Callable[..., Any], flags: str = "train") -> None:
     """Runs a function with the flags of the command line: the main function of a script.
 
     An error of a run is printed in one line, without a traceback. A mistake of the user has exit code 2.
@@ -233,8 +227,6 @@ def main(
         flags: the name of a recipe, whose flags the script takes: `"train"`, `"parity"`, `"bisection"`, `"pipeline"`,
             `"ray_train"`, `"sweep"`, `"from_scratch"`, `"evaluate"`, `"predict"`, `"export"`, `"transfer"` or
             `"finetune"`.
-        defaults: values by name of flags, which replace the usual defaults.
-        unused: names of flags that the script refuses.
 
     Raises:
         SystemExit: if the exit code is not 0.
@@ -246,19 +238,19 @@ def main(
 
         def train(runner):
             config = runner.config
-            data = kerasdp.load_data(config)
-            model = kerasdp.build_model(config, data.input_shape, data.num_classes)
+            data = kerasdp.load_data(config.dataset)
+            model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(kerasdp.make_optimizer(config), loss)
+            model.compile(kerasdp.make_optimizer(config.optimizer), loss)
             model.fit(data.train, epochs=config.epochs, validation_data=data.test)
 
         if __name__ == "__main__":  # python train.py --gpus=2 --epochs=3
-            kerasdp.main(train, defaults={"model": "mlp", "dataset": "synthetic(num_samples=64)", "epochs": 1})
+            kerasdp.main(train)
         ```
     """
     try:
         with ending_with_a_line():
-            config, own = parse(flags, sys.argv, defaults, unused)
+            config, own = parse(flags, sys.argv)
             called = functools.partial(function, **own) if own else function
             if flags == "train" or "checkpoint" in own:
                 launch(called, config)
@@ -278,25 +270,18 @@ def ending_with_a_line() -> Iterator[None]:
         sys.exit(say_how_it_ends(error))
 
 
-def parse(
-    name: str, arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()
-) -> tuple[Config, dict[str, Any]]:
+def parse(name: str, arguments: list[str]) -> tuple[Config, dict[str, Any]]:
     """Turns a command line into the choices of a run, with a new workdir if none is given, and the recipe's own.
 
     Args:
         name: of the recipe.
         arguments: `sys.argv`, the program's name included.
-        defaults: as of `main`.
-        unused: as of `main`.
 
     Raises:
         UserError: if a flag is none of the recipe's, or its value cannot be used.
         SystemExit: after `--help`.
     """
-    known = RECIPES[name]
-    others = {FIELDS_OF_FLAGS.get(flag, flag): value for flag, value in (defaults or {}).items()}
-    refused = [FIELDS_OF_FLAGS.get(flag, flag) for flag in unused]
-    recipe = dataclasses.replace(known, without=[*known.without, *refused], defaults=known.defaults | others)
+    recipe = RECIPES[name]
     given = read(arguments, recipe)
     record = Own(**{field: given[field] for field in recipe.own if field in given})
     own = {field: getattr(record, field) for field in recipe.own}

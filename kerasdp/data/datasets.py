@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.config import Config, choices
+from kerasdp.config import choices
 from kerasdp.data.sampling import epoch_order
 from kerasdp.data.sources import ArraySource, RecordSource, Source, list_images, read_image
 from kerasdp.errors import UserError
@@ -43,7 +43,7 @@ class Dataset:
             input_shape=(28, 28, 1),
             num_classes=10,
         )
-        model = kerasdp.build_model(kerasdp.Config(model="mlp"), data.input_shape, data.num_classes)
+        model = kerasdp.build_model("mlp", data.input_shape, data.num_classes)
         ```
     """
 
@@ -53,14 +53,17 @@ class Dataset:
     num_classes: int
 
 
-def load_data(config: Config) -> Dataset:
-    """Loads the data set of a `kerasdp.Config`.
+def load_data(name: str, data_dir: str | None = None) -> Dataset:
+    """Loads a data set by its name. Its images are uint8, from 0 to 255: scale them in the model.
 
     Args:
-        config: a `kerasdp.Config`; `dataset` and `data_dir` are read.
+        name: `"digits"`, which comes with this package; `"fashion_mnist"`, `"mnist"` or `"cifar10"`, which Keras
+            downloads; `"synthetic(shape=(28,28,1))"`; `"images(size=(64,64))"`, a folder; or `"my_data.py:load"`, a
+            function that returns `(x_train, y_train), (x_test, y_test)`.
+        data_dir: the folder of `images`, with a sub-folder per class.
 
     Returns:
-        A `kerasdp.Dataset`. The built-in images are uint8, from 0 to 255.
+        A `kerasdp.Dataset`.
 
     Raises:
         UserError: if there is no such data set, or its files are missing or damaged.
@@ -69,25 +72,28 @@ def load_data(config: Config) -> Dataset:
         ```python
         import kerasdp
 
-        data = kerasdp.load_data(kerasdp.Config(dataset="digits"))
+        data = kerasdp.load_data("digits")
         print(data.train.num_samples, data.test.num_samples)  # 1437 360
         print(data.input_shape, data.num_classes)  # (28, 28, 1) 10
         ```
     """
-    data = _load(config)
-    data.train.name = data.test.name = config.dataset  # by which pictures of the run are headed
+    data = _load(name, data_dir)
+    data.train.name = data.test.name = name  # by which pictures of the run are headed
     return data
 
 
-def _load(config: Config) -> Dataset:
-    name, arguments = choices.parse(config.dataset, "dataset")
-    if name != "images" and config.data_dir is not None:
-        raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {config.data_dir!r}; leave it out")
+def _load(text: str, data_dir: str | None) -> Dataset:
+    name, arguments = choices.parse(text, "dataset")
+    if name != "images" and data_dir is not None:
+        raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {data_dir!r}; leave it out")
     if ":" in name:  # of the user
         function = choices.load_user_function(name, "dataset")
-        return from_arrays(function(**arguments), config.dataset)
+        return from_arrays(function(**arguments), text)
+    if name != "images" and name not in DATASETS:
+        known = ", ".join([*DATASETS, "images"])
+        raise UserError(f"--dataset: expected one of {known}, or file.py:function. Received: {name!r}")
     try:
-        return images(config.data_dir, **arguments) if name == "images" else DATASETS[name](**arguments)
+        return images(data_dir, **arguments) if name == "images" else DATASETS[name](**arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not arguments:
             raise

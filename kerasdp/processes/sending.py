@@ -59,9 +59,10 @@ class SentFunction:
         unpickler = pickle.Unpickler(io.BytesIO(self._pickled), buffers=buffers)
         with _without_tensorflow_for(self._pickled):
             function: Callable[..., Any] = unpickler.load()
-            of_main, texts, settings, registered = unpickler.load()
+            of_main, texts, settings, registered, flag_values = unpickler.load()
         vars(sys.modules["__main__"]).update(of_main)
         linecache.cache.update(texts)
+        _set_flags(flag_values)
         if (keras := sys.modules.get("keras")) is not None:
             for name, value in settings.items():
                 getattr(keras.config, f"set_{name}")(value)
@@ -104,8 +105,8 @@ def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
     """Returns what functions and classes that travel as their code find beside them, in a worker as here.
 
     That is what `pickle`, and processes that user code starts, look for in `__main__`; the lines of code that is in no
-    file, as a notebook's cells, for tracebacks and `inspect.getsource`; Keras' settings; and the classes that are
-    registered in Keras, by the names of these.
+    file, as a notebook's cells, for tracebacks and `inspect.getsource`; Keras' settings; the classes that are
+    registered in Keras, by the names of these; and the values of absl's flags.
     """
     main: Any = sys.modules["__main__"]
     of_main = {name: value for name, value in vars(main).items() if any(value is kind for kind in by_code)}
@@ -114,12 +115,28 @@ def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
     names = {kind.__code__.co_filename for kind in by_code if isinstance(kind, types.FunctionType)}
     lines = {name: linecache.getlines(name) for name in names if not os.path.exists(name)}
     texts = {name: (len("".join(text)), None, text, name) for name, text in lines.items() if text}
+    absl_flags: Any = sys.modules.get("absl.flags")
+    flag_values = absl_flags.FLAGS.flag_values_dict() if absl_flags and absl_flags.FLAGS.is_parsed() else {}
     keras: Any = sys.modules.get("keras")
     if keras is None:
-        return of_main, texts, {}, {}
+        return of_main, texts, {}, {}, flag_values
     known = keras.saving.get_custom_objects()
     registered = {name: value for name, value in known.items() if any(value is kind for kind in by_code)}
-    return of_main, texts, {name: getattr(keras.config, name)() for name in _SETTINGS}, registered
+    settings = {name: getattr(keras.config, name)() for name in _SETTINGS}
+    return of_main, texts, settings, registered, flag_values
+
+
+def _set_flags(values: dict[str, Any]) -> None:
+    """Gives absl's flags in a worker the values of the command line, which it does not have."""
+    if not values:
+        return
+    from absl import flags
+
+    for name, value in values.items():
+        if name not in flags.FLAGS:
+            flags.DEFINE(flags.ArgumentParser(), name, None, "")
+        flags.FLAGS[name].value = value
+    flags.FLAGS.mark_as_parsed()
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -176,6 +193,9 @@ class _FunctionPickler(_Pickler):
         of_keras = keras and (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable)
         if keras is not None and isinstance(obj, of_keras) and getattr(obj, "variables", True):
             raise _MadeBeforeError
+        absl_flags: Any = sys.modules.get("absl.flags")
+        if absl_flags is not None and obj is absl_flags.FLAGS:
+            return "FLAGS"
         if "numpy" in sys.modules and isinstance(obj, sys.modules["numpy"].memmap):
             place = _place_in_file(obj)
             if place is not None:

@@ -42,12 +42,12 @@ def assert_alike(model, other):
 @pytest.mark.short("convnet")
 @pytest.mark.parametrize("name", ["lenet", "convnet"])
 def test_a_checkpoint_holds_its_model(name, tmp_path):
-    model = build_model(Config(model=name), (28, 28, 1), 10)
+    model = build_model(name, (28, 28, 1), 10)
     path = saved(model, tmp_path, step=7, model="mlp")  # what the flags said does not matter
-    saved(build_model(Config(model=name), (28, 28, 1), 10), tmp_path, step=5)
+    saved(build_model(name, (28, 28, 1), 10), tmp_path, step=5)
     for place in (path, str(tmp_path), tmp_path / "checkpoints"):  # of a folder the newest
         assert_alike(kerasdp.load_model(place), model)
-    other = build_model(Config(model=name), (28, 28, 1), 10)
+    other = build_model(name, (28, 28, 1), 10)
     assert kerasdp.load_model(path, other) is other
     assert_alike(other, model)
 
@@ -65,7 +65,7 @@ def test_a_file_of_keras(ending, tmp_path):
         with pytest.raises(UserError, match="has weights alone; build the model yourself, and give it"):
             kerasdp.load_model(path)
     with pytest.raises(UserError, match="load_model: the model of .* cannot be loaded .*; give the model that was"):
-        kerasdp.load_model(path, build_model(Config(model="convnet"), (28, 28, 1), 10))
+        kerasdp.load_model(path, build_model("convnet", (28, 28, 1), 10))
 
 
 def test_a_model_that_is_no_graph_is_given(tmp_path):

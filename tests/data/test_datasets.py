@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from kerasdp.config import DATASETS as NAMES
-from kerasdp.config import Config
 from kerasdp.data.datasets import DATASETS, load_data
 from kerasdp.data.sources import ArraySource, read_image, weights_of_classes
 from kerasdp.errors import UserError
@@ -22,7 +21,7 @@ def test_the_table_holds_the_names():
 
 
 def test_digits():
-    data = load_data(Config(dataset="digits"))
+    data = load_data("digits")
     assert (data.input_shape, data.num_classes) == ((28, 28, 1), 10)
     assert (data.train.num_samples, data.test.num_samples) == (1437, 360)
     train, test = data.train.inputs(np.arange(1437)), data.test.inputs(np.arange(360))
@@ -36,13 +35,13 @@ def test_digits():
 
 
 def test_synthetic_of_any_shape():
-    data = load_data(Config(dataset="synthetic(shape=(8, 6, 3), num_classes=7, num_samples=5, num_test_samples=2)"))
+    data = load_data("synthetic(shape=(8, 6, 3), num_classes=7, num_samples=5, num_test_samples=2)")
     assert (data.input_shape, data.num_classes) == ((8, 6, 3), 7)
     assert data.train.inputs(np.arange(5)).shape == (5, 8, 6, 3)
     with pytest.raises(UserError, match="does not take these arguments"):
-        load_data(Config(dataset="synthetic(colour=3)"))
+        load_data("synthetic(colour=3)")
     with pytest.raises(UserError, match="--data_dir has no effect"):
-        load_data(Config(dataset="synthetic", data_dir="somewhere"))
+        load_data("synthetic", "somewhere")
 
 
 def write_fashion_mnist(folder, num_train, num_test):
@@ -63,7 +62,7 @@ def test_files_that_are_there_need_no_network(tmp_path, place):
     code = (
         "from kerasdp.config import Config\nfrom kerasdp.data import datasets\n"
         f"datasets.DEBIAN_FASHION_MNIST = {str(tmp_path / 'package')!r}\n"
-        "data = datasets.load_data(Config(dataset='fashion_mnist'))\n"
+        "data = datasets.load_data('fashion_mnist')\n"
         "print(data.input_shape, data.train.num_samples, data.test.num_samples)"
     )
     assert run("-c", code, KERAS_HOME=str(tmp_path)).stdout.strip() == "(28, 28, 1) 6 3"
@@ -72,7 +71,7 @@ def test_files_that_are_there_need_no_network(tmp_path, place):
 def test_what_keras_downloads(monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: (some_images(6, 28, 28), some_images(3, 28, 28)))
-    data = load_data(Config(dataset="mnist"))
+    data = load_data("mnist")
     assert data.input_shape == (28, 28, 1)
     assert data.train.targets(np.arange(6))[0].tolist() == some_images(6, 28, 28)[1].tolist()
 
@@ -81,12 +80,12 @@ def test_what_keras_downloads(monkeypatch, tmp_path):
 
     monkeypatch.setattr(keras.datasets.mnist, "load_data", fail)
     with pytest.raises(UserError, match="mnist could not be loaded .* or choose --dataset=digits"):
-        load_data(Config(dataset="mnist"))
+        load_data("mnist")
 
 
 def test_a_folder_of_images(tmp_path):
     make_images(tmp_path, {"cat": 6, "dog": 4})
-    data = load_data(Config(dataset="images(size=(8, 8))", data_dir=str(tmp_path)))
+    data = load_data("images(size=(8, 8))", str(tmp_path))
     assert (data.input_shape, data.num_classes) == ((8, 8, 3), 2)
     assert (data.train.num_samples, data.test.num_samples) == (8, 2)
     images = data.train.inputs(np.array([0, 3]))
@@ -99,7 +98,7 @@ def test_a_folder_of_images(tmp_path):
 def test_folders_for_training_and_test(tmp_path):
     make_images(tmp_path / "train", {"cat": 3, "dog": 2, "eel": 1})
     make_images(tmp_path / "val", {"dog": 2, "eel": 1})
-    data = load_data(Config(dataset="images(size=(4, 4), channels=1)", data_dir=str(tmp_path)))
+    data = load_data("images(size=(4, 4), channels=1)", str(tmp_path))
     assert data.num_classes == 3
     assert data.test.targets(np.arange(3))[0].tolist() == [1, 1, 2]
     assert data.test.inputs(np.arange(3)).shape == (3, 4, 4, 1)
@@ -110,9 +109,9 @@ def test_a_folder_without_images(tmp_path):
     (tmp_path / "cat" / "notes.txt").touch()
     for folder, words in ((tmp_path, "expected images in"), (tmp_path / "none", "there is no folder")):
         with pytest.raises(UserError, match=words):
-            load_data(Config(dataset="images", data_dir=str(folder)))
+            load_data("images", str(folder))
     with pytest.raises(UserError, match="needs --data_dir"):
-        load_data(Config(dataset="images"))
+        load_data("images")
 
 
 def bomb():
@@ -141,11 +140,11 @@ def test_the_users_own_data(tmp_path):
         "def wrong():\n    return 3\n"
         "def fractions():\n    return (np.zeros((2, 2)), np.array([0.0, 0.5])), (np.zeros((1, 2)), np.zeros(1, int))\n"
     )
-    data = load_data(Config(dataset=f"{file}:load(count=5)"))
+    data = load_data(f"{file}:load(count=5)")
     assert (data.input_shape, data.num_classes) == ((2,), 5)
     for name in ("wrong", "fractions"):
         with pytest.raises(UserError, match="must return .* arrays, with whole numbers as labels"):
-            load_data(Config(dataset=f"{file}:{name}"))
+            load_data(f"{file}:{name}")
 
 
 @pytest.mark.parametrize("floatx", ["float32", "float64"])

@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.config import Config
 from kerasdp.models import build_model
 
 # A line: layer, kernel, stride, filters or units, shape of its output, weights and biases.
@@ -32,8 +31,8 @@ TABLES = {"lenet": LENET, "convnet": CONVNET}
 
 @pytest.fixture(scope="module")
 def models():
-    found = {name: build_model(Config(model=name), (28, 28, 1), 10) for name in (*TABLES, "resnet18")}
-    return found | {"resnet50": build_model(Config(model="resnet50"), (128, 128, 3), 1000)}
+    found = {name: build_model(name, (28, 28, 1), 10) for name in (*TABLES, "resnet18")}
+    return found | {"resnet50": build_model("resnet50", (128, 128, 3), 1000)}
 
 
 def line_of(layer):

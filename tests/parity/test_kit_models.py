@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 def build_model(name, optimizer):
     import keras
 
-    data = kerasdp.load_data(kerasdp.Config())
-    model = kerasdp.build_model(kerasdp.Config(model=name), data.input_shape, data.num_classes)
+    data = kerasdp.load_data("digits")
+    model = kerasdp.build_model(name, data.input_shape, data.num_classes)
     rule = keras.optimizers.Adam(0.001) if optimizer == "adam" else keras.optimizers.SGD(0.003, momentum=0.9)
     model.compile(rule, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
 
 
 def digits(count):
-    source = kerasdp.load_data(kerasdp.Config()).train
+    source = kerasdp.load_data("digits").train
     indices = np.arange(count)
     return source.inputs(indices), source.targets(indices)[0]
 

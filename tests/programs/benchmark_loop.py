@@ -134,7 +134,7 @@ def main():
     import keras
     import protocol
 
-    from kerasdp import Config, build_model
+    from kerasdp import build_model
 
     keras.utils.set_random_seed(0)
     protocol.LEARNING_RATE = LEARNING_RATE
@@ -147,7 +147,7 @@ def main():
     if MODEL in protocol.WIDTHS:
         model = keras_models.make_model(make_args())
     else:
-        model = build_model(Config(model=MODEL), protocol.SHAPES[MODEL], protocol.NUM_CLASSES)
+        model = build_model(MODEL, protocol.SHAPES[MODEL], protocol.NUM_CLASSES)
     for layer in model.layers:
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0

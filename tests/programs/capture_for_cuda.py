@@ -88,12 +88,13 @@ def train(image, runs, layer, net, found, runner):
             ready = cases.load_cases()[net].make(numbers)
         else:
             x = numbers.randint(0, 256, (NUM_STEPS * NUM_ROWS, *image)).astype("uint8")
-            model = kerasdp.build_model(runner.config, image, 10)
+            model = kerasdp.build_model(runner.config.model, image, 10)
             if layer:
                 model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
             ready = cases.Ready(model=model, x=x, y=numbers.randint(0, 10, len(x)))
         loss = ready.loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        ready.model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
+        optimizer = kerasdp.make_optimizer(runner.config.optimizer)
+        ready.model.compile(optimizer, loss, metrics=["accuracy"])
     with watched(found, runs):
         losses, _ = fitted(runner, ready.model, ready.x, ready.y, **size)
         evaluated = runner.evaluate(ready.model, ready.x, ready.y, **size)

@@ -22,9 +22,9 @@ def train(runner):
 
     x, y = np.random.RandomState(0).randint(0, 256, (640, 28, 28, 1)).astype("uint8"), np.arange(640) % 10
     with runner.scope():
-        model = kerasdp.build_model(runner.config, (28, 28, 1), 10)
+        model = kerasdp.build_model(runner.config.model, (28, 28, 1), 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
+        model.compile(kerasdp.make_optimizer(runner.config.optimizer), loss, metrics=["accuracy"])
     guard, steps = GUARDS[runner.config.backend], []
 
     def listen(loss, learning_rate, num_rows):

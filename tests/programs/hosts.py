@@ -40,16 +40,16 @@ def train(settings, runner):
     from learn_classes import StepLosses
 
     rows = 200
-    data = kerasdp.load_data(runner.config)
+    data = kerasdp.load_data(runner.config.dataset, runner.config.data_dir)
     x, y = data.train.inputs(np.arange(rows)), data.train.targets(np.arange(rows))[0]
     with runner.scope():
-        model = kerasdp.build_model(runner.config, data.input_shape, data.num_classes)
+        model = kerasdp.build_model(runner.config.model, data.input_shape, data.num_classes)
         metrics = ["accuracy"]
         if "frozen" in settings:
             next(layer for layer in model.layers if layer.weights).trainable = False
             metrics.append(keras.metrics.MeanIoU(64, sparse_y_pred=False))
         model.compile(
-            kerasdp.make_optimizer(runner.config),
+            kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=metrics,
         )

@@ -70,7 +70,7 @@ def model_of(name, config):
     if name == "lstm":  # step by step, as on several GPUs
         rows = [keras.Input((28, 28, 1)), keras.layers.Rescaling(1 / 255), keras.layers.Reshape((28, 28))]
         return keras.Sequential([*rows, keras.layers.LSTM(16), keras.layers.Dense(12)])
-    return kerasdp.build_model(config, (28, 28, 1), 12)
+    return kerasdp.build_model(config.model, (28, 28, 1), 12)
 
 
 def small_gpt():

@@ -30,9 +30,10 @@ def own(runner):
 
 def of_flags(runner):
     config = runner.config
-    data = kerasdp.load_data(config)
-    model = kerasdp.build_model(config, data.input_shape, data.num_classes)
-    model.compile(kerasdp.make_optimizer(config), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = kerasdp.load_data(config.dataset, config.data_dir)
+    model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), loss)
     model.fit(data.train, epochs=1)
 
 

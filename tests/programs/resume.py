@@ -35,7 +35,7 @@ def train(runner):
              layers.Dropout(0.3), layers.Dense(SETTINGS.get("units", 16), "gelu"), layers.Dense(3)]
         )  # fmt: skip
         model.compile(
-            kerasdp.make_optimizer(runner.config),
+            kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=SETTINGS.get("steps_per_execution", 1),

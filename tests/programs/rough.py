@@ -33,7 +33,8 @@ def train(folder, runner):
     with runner.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)])
         model.compile(
-            kerasdp.make_optimizer(runner.config), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     runner.fit(model, x, y, epochs=runner.config.epochs, callbacks=[Steps()])
 

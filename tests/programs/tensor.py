@@ -40,7 +40,7 @@ def compiled(runner, name, optimizer):
         "adam": lambda: keras.optimizers.Adam(1e-3, epsilon=1e-3),
     }
     with runner.scope():
-        model = residual() if name == "residual" else kerasdp.build_model(runner.config, X.shape[1:], 10)
+        model = residual() if name == "residual" else kerasdp.build_model(runner.config.model, X.shape[1:], 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizers[optimizer](), loss, metrics=["accuracy"])
     return model

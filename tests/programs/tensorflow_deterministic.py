@@ -30,7 +30,7 @@ def train(num_steps, runner):
     rows = num_steps * runner.config.batch_size
     x, y = np.random.RandomState(0).randint(0, 256, (rows, 28, 28, 1)).astype("uint8"), np.arange(rows) % 10
     with runner.scope():
-        model = kerasdp.build_model(runner.config, (28, 28, 1), 10)
+        model = kerasdp.build_model(runner.config.model, (28, 28, 1), 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.03, momentum=0.9), loss, metrics=["accuracy"])
     return fitted(runner, model, x, y)[0]

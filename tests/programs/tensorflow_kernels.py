@@ -95,8 +95,8 @@ def train(watch, steps_per_execution, is_tokens, is_kept, runner):
         else:
             shape = (32, 32, 3) if config.model == "resnet50" else (28, 28, 1)
             x = numbers.randint(0, 256, (rows, *shape)).astype("uint8")
-            model = kerasdp.build_model(config, x.shape[1:], 10)
-        optimizer = kerasdp.make_optimizer(config)
+            model = kerasdp.build_model(config.model, x.shape[1:], 10)
+        optimizer = kerasdp.make_optimizer(config.optimizer, config.learning_rate)
         model.compile(
             optimizer,
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -1,6 +1,5 @@
 """The recipe for text refuses what it has no use for."""
 
-import re
 import shutil
 
 from tests.helpers import ROOT, run
@@ -10,5 +9,5 @@ def test_a_copy_refuses_what_it_has_no_use_for(tmp_path):
     """In an empty folder."""
     shutil.copy(ROOT / "recipes" / "text.py", tmp_path)
     refused = run("text.py", "--model=resnet18", cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert refused.returncode == 2
-    assert re.fullmatch(r"error: Unknown command line flag 'model'.*; --help lists all flags\n", refused.stderr)
+    assert refused.returncode == 1
+    assert "Unknown command line flag 'model'" in refused.stderr and "Traceback" not in refused.stderr

@@ -1,0 +1,46 @@
+"""Programs define flags of their own by absl; `kerasdp.flags` adds those of `kerasdp.launch`."""
+
+import re
+
+import pytest
+
+from kerasdp.config import Config
+from kerasdp.config.choices import choices_of
+from kerasdp.flags import OF_PROGRAMS
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+PROGRAM = PROGRAMS / "own_flags.py"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_have_the_values_of_the_command_line(count, tmp_path):
+    flags = ("--device=cpu", f"--gpus={count}", "--learning_rate=0.5", "--sizes=5,6", f"--workdir={tmp_path}/run")
+    found = result_of(run(PROGRAM, f"--backend={BACKENDS[0]}", *flags, cwd=tmp_path))
+    assert found["flags"] == [16, ["5", "6"], 0.5, count, None]
+    assert found["config"] == [16, "float64", f"{tmp_path}/run", count]
+
+
+def test_help_lists_all_flags():
+    """Those of the program beside those of `launch`, each with what it means."""
+    text = run(PROGRAM, "--help").stdout
+    listed = set(re.findall(r"^  --(?:\[no\])?(\w+): ", text, re.M))
+    assert listed == {known.flag for name, known in choices_of(Config).items() if name not in OF_PROGRAMS} | {
+        "learning_rate",
+        "sizes",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flag", "code", "words"),
+    [
+        ("--gpu=2", 1, "Unknown command line flag 'gpu'. Did you mean: gpus"),
+        ("--model=resnet50", 1, "Unknown command line flag 'model'"),
+        ("--gpus=zero", 1, "flag --gpus=zero: invalid literal"),
+        ("--precision=float31", 2, "error: --precision: expected one of auto, float32"),
+        ("--gpus=32", 2, "error: --batch_size counts the samples of all devices together: expected at least 32"),
+    ],
+)
+def test_a_wrong_flag_is_refused(flag, code, words, tmp_path):
+    done = run(PROGRAM, flag, cwd=tmp_path)
+    assert done.returncode == code and words in done.stderr
+    assert "Traceback" not in done.stderr
