@@ -19,7 +19,10 @@ RECIPES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 FASHION = "train.py --dataset=fashion_mnist --batch_size=128"
 # Name in the table, and the command without backend and workdir. Real Fashion-MNIST: 60,000 images, 10,000 held out.
 ROWS = {
-    "lenet": ("LeNet, Fashion-MNIST, 3 epochs", f"{FASHION} --model=lenet --epochs=3 --optimizer=adam"),
+    "lenet": (
+        "LeNet, Fashion-MNIST, 3 epochs",
+        f"{FASHION} \"--model=lenet(activation='relu')\" --epochs=3 --optimizer=adam",
+    ),
     "convnet": ("convnet, Fashion-MNIST, 1 epoch", f"{FASHION} --model=convnet --epochs=1 --optimizer=adam"),
     "resnet18": (
         "ResNet-18, Fashion-MNIST, shortened to 60 steps",
