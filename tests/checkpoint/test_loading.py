@@ -54,9 +54,9 @@ def test_a_checkpoint_holds_its_model(name, tmp_path):
 
 @pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
 def test_a_file_of_keras(ending, tmp_path):
-    model, path = build_model(Config(), (28, 28, 1), 10), str(tmp_path / f"model{ending}")
+    model, path = build_model("lenet", (28, 28, 1), 10), str(tmp_path / f"model{ending}")
     kerasdp.export(model, path)
-    other = build_model(Config(), (28, 28, 1), 10)
+    other = build_model("lenet", (28, 28, 1), 10)
     assert kerasdp.load_model(path, other) is other
     assert_alike(other, model)
     if ending == ".keras":
@@ -88,7 +88,7 @@ def test_layers_take_the_precision_of_the_run_that_uses_them():
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        described = architecture_of(build_model(Config(), (28, 28, 1), 10))
+        described = architecture_of(build_model("lenet", (28, 28, 1), 10))
     finally:
         keras.config.set_dtype_policy(before)
     assert {layer.compute_dtype for layer in build_architecture(described).layers} == {before.compute_dtype}
@@ -99,7 +99,7 @@ def test_files_that_hold_no_model(tmp_path):
     (tmp_path / "text.safetensors").write_text("no checkpoint")
     (tmp_path / "text.txt").write_text("nothing")
     (tmp_path / "empty").mkdir()
-    model = build_model(Config(), (28, 28, 1), 10)
+    model = build_model("lenet", (28, 28, 1), 10)
     saved(model, tmp_path / "part", checkpoint_weights="trained")
     for name, words in [
         ("nowhere", "load_model: there is no file or folder"),
