@@ -6,10 +6,10 @@
 
 Expected of the first two: test accuracy of at least 0.9, in about a minute on 2 cores. Their losses are those of
 
-    python recipes/train.py --batch_size=48 --epochs=8 --optimizer=sgd --learning_rate=0.05
+    python recipes/train.py --model="lenet(activation='relu')" --batch_size=48 --epochs=8 --optimizer=sgd \\
+        --learning_rate=0.05
 
-docs/from-scratch.md explains the code. After "Multi-GPU training from scratch" (d2l.ai): its model, its demonstrations,
-and, with --flagfile=flags/lesson_fashion.flags, its numbers.
+docs/from-scratch.md explains it. After "Multi-GPU training from scratch" (d2l.ai), as flags/lesson_fashion.flags has it.
 """
 
 import functools

@@ -88,6 +88,7 @@ def train(watch, steps_per_execution, is_tokens, is_kept, runner):
     from kerasdp.training import readers
 
     readers._stays_on_device = lambda *_: is_kept
+    readers._FEW_BYTES = 0  # as on GPUs, where threads read
     numbers, rows, config = np.random.RandomState(0), 6 * runner.config.batch_size, runner.config
     with runner.scope():
         if is_tokens:
