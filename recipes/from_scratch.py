@@ -9,7 +9,7 @@ Expected of the first two: test accuracy of at least 0.9, in about a minute on 2
     python recipes/train.py --model="lenet(activation='relu')" --batch_size=48 --epochs=8 --optimizer=sgd \\
         --learning_rate=0.05
 
-docs/from-scratch.md explains it. After "Multi-GPU training from scratch" (d2l.ai), as flags/lesson_fashion.flags has it.
+docs/from-scratch.md explains it. After "Multi-GPU training from scratch" (d2l.ai), with flags/lesson_fashion.flags.
 """
 
 import functools
