@@ -12,7 +12,7 @@ from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 PROGRAM = PROGRAMS / "own_flags.py"
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_workers_have_the_values_of_the_command_line(count, tmp_path):
     flags = ("--device=cpu", f"--gpus={count}", "--learning_rate=0.5", "--sizes=5,6", f"--workdir={tmp_path}/run")
     found = result_of(run(PROGRAM, f"--backend={BACKENDS[0]}", *flags, cwd=tmp_path))

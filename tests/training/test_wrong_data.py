@@ -138,11 +138,11 @@ class Own(keras.layers.Layer):
     def call(self, x):
         return keras.ops.cast(x, "float32") / 255
 
-kerasdp.launch(train, num_devices=2, device="cpu", verbose=0)
+kerasdp.launch(train, num_devices=1, device="cpu", verbose=0)
 """
 
 
-@pytest.mark.short("torch")
+@pytest.mark.short("jax")
 def test_images_that_nothing_scales_are_named(backend):
     done = run("-c", UNSCALED, KERAS_BACKEND=backend)
     lines = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
