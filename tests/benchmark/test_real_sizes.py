@@ -13,6 +13,7 @@ import real_sizes  # noqa: E402
 from flops import training_flops  # noqa: E402
 
 
+@pytest.mark.proof
 def test_a_tiny_table():
     """A loop by hand, and Keras' fit; those for which no time is left are named."""
     name = "jax" if "jax" in BACKENDS else BACKENDS[0]
