@@ -48,7 +48,7 @@ def define(**defaults: Any) -> None:
     A flag that the program has defined before, as its own `--batch_size`, stays as it is.
 
     Args:
-        **defaults: of flags, by name, where they are not those of `kerasdp.launch`.
+        **defaults: other defaults than in `kerasdp.launch`, by the name of the flag.
 
     Example:
         ```python

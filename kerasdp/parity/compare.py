@@ -12,7 +12,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
 from kerasdp.parity.trace import Job, Trace, Way, plain_losses, trace
 from kerasdp.processes.devices import is_installed
-from kerasdp.reporting.report import in_columns
+from kerasdp.reporting.report import in_columns, warn
 from kerasdp.reporting.run_files import BACKEND_COLOURS, make_figure
 
 _DASHES = ("-", "--", ":", "-.")
@@ -248,7 +248,13 @@ def compare(
         outcomes.append(judge(way, reference_of(way), tolerance))
         if report is not None:
             report(outcomes[-1])
-    plain = {name: plain_losses(job, name) for name in names} if with_plain else {}
+    plain = {}
+    for name in names if with_plain else ():
+        try:
+            plain[name] = plain_losses(job, name)
+        except RunError as error:
+            reason = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
+            warn(f"Keras' own fit on {name} fails, and has no curve: {reason[-1]}")
     return Comparison(outcomes=outcomes, tolerance=tolerance, plain=plain)
 
 

@@ -143,37 +143,40 @@ def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
         UserError: if the model cannot be sent to a process, or cannot be trained so.
         RunError: if the run failed.
     """
+    return _in_new_process(f"{way}:", _launch, job, {"KERAS_BACKEND": way.backend}, way, function, *args)
+
+
+def _in_new_process(title: str, function: Callable[..., Any], job: Job, variables: dict[str, str], *args: Any) -> Any:
+    """Calls `function(job, *args)` in a new process, which has these variables in its environment.
+
+    It reads KERAS_BACKEND when it imports the user's module, which may import Keras at its top.
+    """
     with contextlib.ExitStack() as stack:
         build_model = stack.enter_context(sent(job.build_model))
         data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
         job = dataclasses.replace(job, build_model=build_model, data=data)
-        # The process reads it when it imports the user's module, which may import Keras at its top.
-        variables = {"KERAS_BACKEND": way.backend}
-        return run_workers(_launch, (job, way, function, *args), names=[f"{way}:"], variables=lambda number: variables)
+        return run_workers(function, (job, *args), names=[title], variables=lambda number: variables)
 
 
 def plain_losses(job: Job, backend: str) -> np.ndarray:
-    """Returns the losses of Keras' own `fit` on a backend, on one device, in a new process, without kerasdp."""
-    with contextlib.ExitStack() as stack:
-        build_model = stack.enter_context(sent(job.build_model))
-        data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
-        job = dataclasses.replace(job, build_model=build_model, data=data)
-        variables = {"KERAS_BACKEND": backend, "KERAS_TORCH_DEVICE": "cpu", "JAX_PLATFORMS": "cpu"}
-        if job.device != "cpu":
-            variables = {"KERAS_BACKEND": backend}
-        found: np.ndarray = run_workers(_fit_plainly, (job,), names=["Keras:"], variables=lambda number: variables)
-        return found
+    """Returns the losses of Keras' own `fit` on a backend, on one device, in a new process, without kerasdp.
+
+    Raises:
+        RunError: if Keras cannot train the model so.
+    """
+    on_cpu = {"KERAS_TORCH_DEVICE": "cpu", "JAX_PLATFORMS": "cpu"} if job.device == "cpu" else {}
+    found: np.ndarray = _in_new_process("Keras:", _fit_plainly, job, {"KERAS_BACKEND": backend} | on_cpu)
+    return found
 
 
 def _fit_plainly(job: Job) -> np.ndarray:
     import keras
 
-    from kerasdp.data.sources import ArraySource
-
     keras.utils.set_random_seed(job.seed)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(job.data() if callable(job.data) else job.data)
-    if isinstance(x, ArraySource):
-        x, (y, sample_weight) = x.arrays, x.all_targets
+    if hasattr(x, "targets"):  # a `Source`, which Keras does not know
+        rows = np.arange(min(x.num_samples, job.steps * job.batch_size))
+        x, (y, sample_weight) = x.inputs(rows), x.targets(rows)
     model, losses, num_rows = job.build_model(), list[float](), len(keras.tree.flatten(x)[0])
     total = before = 0.0
 

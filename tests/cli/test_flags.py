@@ -1,4 +1,4 @@
-"""Programs define flags of their own by absl; `kerasdp.flags` adds those of `kerasdp.launch`."""
+"""A program defines flags by absl; `kerasdp.flags` adds the arguments of `kerasdp.launch`."""
 
 import re
 
@@ -21,7 +21,7 @@ def test_workers_have_the_values_of_the_command_line(count, tmp_path):
 
 
 def test_help_lists_all_flags():
-    """Those of the program beside those of `launch`, each with what it means."""
+    """The flags of the program, and the arguments of `launch`."""
     text = run(PROGRAM, "--help").stdout
     listed = set(re.findall(r"^  --(?:\[no\])?(\w+): ", text, re.M))
     assert listed == {known.flag for name, known in choices_of(Config).items() if name not in OF_PROGRAMS} | {

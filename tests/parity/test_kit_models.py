@@ -88,3 +88,25 @@ def test_plain_losses_are_those_of_keras():
     epoch = np.average(found[:3], weights=[8, 8, 4])
     assert len(found) == 5
     np.testing.assert_allclose(epoch, expected[0], rtol=1e-5)
+
+
+def with_a_step():
+    import keras
+
+    class Own(keras.Sequential):
+        def train_step(self, *args):
+            raise NotImplementedError
+
+    model = Own([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_plain_losses_of_records_and_of_a_model_that_keras_cannot_train():
+    import keras
+
+    records = functools.partial(kerasdp.RecordSource, list(zip(*samples())), tuple)
+    backend = keras.backend.backend()
+    assert len(plain_losses(Job(build_model=of_squares, data=records, steps=5, batch_size=8), backend)) == 5
+    with pytest.raises(kerasdp.RunError):
+        plain_losses(Job(build_model=with_a_step, data=samples, steps=5, batch_size=8), backend)
