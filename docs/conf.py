@@ -12,7 +12,6 @@ sys.path.insert(0, str(DOCS.parent))
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Keras, which needs no GPU
 
 import kerasdp  # noqa: E402
-from kerasdp.cli.main import CHOICES, RECIPES  # noqa: E402
 from kerasdp.config.choices import choices_of  # noqa: E402
 from kerasdp.processes.devices import choose_backend  # noqa: E402
 
@@ -37,19 +36,14 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 
 def _flags() -> str:
-    """Returns the flags in their groups, as tables; those that few recipes have with these recipes."""
+    """Returns the flags that `kerasdp.flags.define` defines, in their groups, as tables."""
     lines = []
-    for group, choices in itertools.groupby(CHOICES, lambda one: one.group):
+    for group, choices in itertools.groupby(choices_of(kerasdp.Config).values(), lambda one: one.group):
         lines += [f"### {group}", "", "| flag | default | meaning |", "|---|---|---|"]
         for choice in choices:
             default, meaning = choice.default_text, choice.help
             if default and choice.default is not None:
                 default = f"`{default}`"
-            if choice.name not in choices_of(kerasdp.Config):
-                recipes = [
-                    name for name, recipe in RECIPES.items() if choice.name in [each.name for each in recipe.choices()]
-                ]
-                meaning += f" (recipes: {', '.join(recipes)})"
             lines.append(f"| `--{choice.flag}` | {_cell(default)} | {_cell(meaning)} |")
         lines.append("")
     return "\n".join(lines)
@@ -71,7 +65,7 @@ API = {
     ],
     "Trained models": ["load_model", "export"],
     "Measuring": ["parity", "pipeline"],
-    "Recipes": ["flags", "main"],
+    "Recipes": ["flags"],
 }  # fmt: skip
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kerasdp import parity as parity
     from kerasdp.checkpoint.trained import export as export
     from kerasdp.checkpoint.trained import load_model as load_model
-    from kerasdp.cli.main import main as main
     from kerasdp.data.datasets import Dataset as Dataset
     from kerasdp.data.datasets import load_data as load_data
     from kerasdp.data.sampling import Order as Order
@@ -45,7 +44,6 @@ __version__ = "0.1.0"
 # What needs Keras or absl is imported when it is first asked for.
 _NAMES_OF = {
     "kerasdp.checkpoint.trained": ("export", "load_model"),
-    "kerasdp.cli.main": ("main",),
     "kerasdp.data.datasets": ("Dataset", "load_data"),
     "kerasdp.data.sampling": ("Order",),
     "kerasdp.data.sources": ("ArraySource", "RecordSource"),

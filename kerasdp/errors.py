@@ -1,12 +1,10 @@
 """Defines the errors that end a run: each is one line for the user, and an exit code."""
 
-import contextlib
 import os
 import re
 import shlex
 import sys
 import types
-from collections.abc import Iterator
 
 # Flags that are named otherwise than their field of `Config`.
 FIELDS_OF_FLAGS = {"gpus": "num_devices"}
@@ -21,18 +19,6 @@ _HIDDEN = "***"
 # As a shell shows it.
 _EXIT_CODE_OF_INTERRUPT = 130
 _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
-
-
-@contextlib.contextmanager
-def from_command_line() -> Iterator[None]:
-    """Lets all messages name flags within the `with` block: the run was started by a command line."""
-    is_known = is_from_command_line()
-    os.environ[_FROM_COMMAND_LINE] = "1"
-    try:
-        yield
-    finally:
-        if not is_known:
-            del os.environ[_FROM_COMMAND_LINE]
 
 
 def say_flags() -> None:

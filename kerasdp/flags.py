@@ -10,8 +10,8 @@ Example:
     def train(runner):
         print(runner.config.batch_size)  # 64, or the value of --batch_size
 
-    def main(_):
-        kerasdp.launch(train, **kerasdp.flags.values())
+    def main(argv):
+        kerasdp.launch(train, **kerasdp.flags.values(argv))
 
     if __name__ == "__main__":
         app.run(main)
@@ -20,18 +20,17 @@ Example:
 
 import datetime
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 
 from kerasdp.config import Config
 from kerasdp.config.choices import choices_of
-from kerasdp.errors import end_in_a_line, say_flags
+from kerasdp.errors import UserError, end_in_a_line, say_flags
 
 __all__ = ["define", "values"]
 
-# Choices that `launch` does not have: a program decides them.
-OF_PROGRAMS = ("model", "dataset", "data_dir", "epochs", "optimizer", "learning_rate")
 _DEFINE: dict[type, Any] = {
     bool: flags.DEFINE_boolean,
     int: flags.DEFINE_integer,
@@ -42,13 +41,17 @@ _DEFINE: dict[type, Any] = {
 flags.disclaim_key_flags()  # --help lists them among the flags of the program that calls `define`
 
 
-def define(**defaults: Any) -> None:
+def define(*names: str, **defaults: Any) -> None:
     """Defines an absl flag for each argument of `kerasdp.launch`: `--backend`, `--gpus`, `--precision`, `--workdir` ...
 
-    A flag that the program has defined before, as its own `--batch_size`, stays as it is.
+    A flag that the program has defined before, such as a `--batch_size` with another meaning, stays as it is.
 
     Args:
+        *names: flags to define, as `"backend", "gpus"`, for a program that ignores the others. None: all flags.
         **defaults: other defaults than in `kerasdp.launch`, by the name of the flag.
+
+    Raises:
+        UserError: if `kerasdp.launch` has no argument for such a flag.
 
     Example:
         ```python
@@ -61,27 +64,36 @@ def define(**defaults: Any) -> None:
         def train(runner):
             print(flags.FLAGS.num_units, runner.config.batch_size)  # 4 32, or what the command line says
 
-        def main(_):
-            kerasdp.launch(train, **kerasdp.flags.values())
+        def main(argv):
+            kerasdp.launch(train, **kerasdp.flags.values(argv))
 
         if __name__ == "__main__":
             app.run(main)
         ```
     """
-    for name, known in choices_of(Config).items():
-        if name not in OF_PROGRAMS and known.flag not in flags.FLAGS:
+    choices = {choice.flag: choice for choice in choices_of(Config).values()}
+    if unknown := {*names, *defaults} - choices.keys():
+        raise UserError(f"kerasdp.flags.define: expected some of {', '.join(choices)}. Received: {', '.join(unknown)}")
+    for known in choices.values():
+        if (known.flag in names or not names) and known.flag not in flags.FLAGS:
             text = f"{known.help} Default: {known.default_text}." if known.default_text else known.help
             _DEFINE[known.kinds[0]](known.flag, defaults.get(known.flag), text)
 
 
-def values() -> dict[str, Any]:
+def values(argv: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the arguments of `kerasdp.launch` that the command line gives.
 
-    Without `--workdir` the files of the run go to a new folder in `runs/`. From here on messages name flags, and an
+    Without `--workdir` the files of the run go to a new folder in `runs/`. After this call messages name flags, and an
     error of a run ends the program with one line.
+
+    Args:
+        argv: the list that `app.run` passes to `main`: the name of the program, and arguments that are no flags.
 
     Returns:
         Values by argument.
+
+    Raises:
+        UserError: if `argv` has arguments that are no flags.
 
     Example:
         ```python
@@ -89,15 +101,17 @@ def values() -> dict[str, Any]:
         import kerasdp
 
         kerasdp.flags.define(seed=7)
-        flags.FLAGS(["train.py", "--batch_size=32"])  # app.run does it with sys.argv
-        print(kerasdp.flags.values())  # {"batch_size": 32, "seed": 7, "workdir": "runs/..."}
+        argv = flags.FLAGS(["train.py", "--batch_size=32"])  # app.run does it with sys.argv
+        print(kerasdp.flags.values(argv))  # {"batch_size": 32, "seed": 7, "workdir": "runs/..."}
         ```
     """
     say_flags()
     end_in_a_line()
-    known = [choice for name, choice in choices_of(Config).items() if name not in OF_PROGRAMS]
-    given = {choice.name: flags.FLAGS[choice.flag].value for choice in known if choice.flag in flags.FLAGS}
-    if given.get("workdir") is None and (given.get("checkpoint_dir") or not given.get("resume")):
+    if argv[1:]:
+        raise UserError(f"expected flags only. Received: {' '.join(argv[1:])!r}; --help lists the flags")
+    known = [choice for choice in choices_of(Config).values() if choice.flag in flags.FLAGS]
+    given = {choice.name: flags.FLAGS[choice.flag].value for choice in known}
+    if "workdir" in given and given["workdir"] is None and (given.get("checkpoint_dir") or not given.get("resume")):
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         given["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
     return {name: value for name, value in given.items() if value is not None}

@@ -1,5 +1,6 @@
 """Starts the workers of a run. The one place that maps the names of a backend and a strategy to their code."""
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -8,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import itertools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from kerasdp.errors import (
     UserError,
     addressed,
     end_in_a_line,
+    is_from_command_line,
     redacted,
     way_to_resume,
 )
@@ -174,6 +177,9 @@ def _explained_end(settings: Config | None, changes: dict[str, Any]) -> Iterator
     except RunError:
         end_in_a_line()
         raise
+    finally:
+        if is_from_command_line():  # Ctrl-C while Python ends is no error of the frameworks' own last functions
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 def _how_to_resume(settings: Config) -> str:

@@ -6,26 +6,28 @@ returns a model from images (0 to 255), shape `(batch, height, width, channels)`
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 from keras import layers
 
-from kerasdp.config import MODELS, choices
+from kerasdp.config import choices
 from kerasdp.data.datasets import one_download_at_a_time
 from kerasdp.errors import UserError
-from kerasdp.run_state import made_of_choices
 
 
-def build_model(name: str, input_shape: tuple[int, ...], num_classes: int) -> keras.Model:
-    """Builds a built-in model, or calls a function of the user that builds one.
+def build_model(
+    name: str, input_shape: tuple[int, ...], num_classes: int, builders: Sequence[Callable[..., Any]] | None = None
+) -> keras.Model:
+    """Builds a model by the name of its function.
 
     Args:
         name: `"lenet"`, `"lenet(activation='relu')"` or another model of this module; or `"my_model.py:build"`, a
             function that is called as `build(input_shape=, num_classes=)`.
         input_shape: shape of one input, without the batch axis.
         num_classes: number of logits.
+        builders: the functions that `name` can name. None: `mlp`, `lenet`, `convnet`, `resnet18` and `resnet50`.
 
     Returns:
         A `keras.Model`, not compiled, whose outputs are logits of shape `(batch, num_classes)`. The built-in models
@@ -46,9 +48,10 @@ def build_model(name: str, input_shape: tuple[int, ...], num_classes: int) -> ke
     """
     name, arguments = choices.parse(name, "model")
     is_own = ":" in name
-    if not is_own and name not in MODELS:
-        raise UserError(f"--model: expected one of {', '.join(MODELS)}, or file.py:function. Received: {name!r}")
-    builder = choices.load_user_function(name, "model") if is_own else globals()[name]
+    known: dict[str, Any] = {each.__name__: each for each in builders or (mlp, lenet, convnet, resnet18, resnet50)}
+    if not is_own and name not in known:
+        raise UserError(f"--model: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
+    builder = choices.load_user_function(name, "model") if is_own else known[name]
     if not is_own and isinstance(text := arguments.get("kernel_initializer"), str):
         arguments["kernel_initializer"] = _initializer(text)
     given = {"input_shape": input_shape, "num_classes": num_classes}
@@ -65,7 +68,7 @@ def build_model(name: str, input_shape: tuple[int, ...], num_classes: int) -> ke
         raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
-    return made_of_choices(model)
+    return model
 
 
 def make_optimizer(name: str, learning_rate: Any = None) -> keras.optimizers.Optimizer:
@@ -103,7 +106,7 @@ def make_optimizer(name: str, learning_rate: Any = None) -> keras.optimizers.Opt
     if learning_rate is not None:
         arguments["learning_rate"] = learning_rate
     try:
-        return made_of_choices(known[name.lower()](**arguments))
+        return known[name.lower()](**arguments)
     except (TypeError, ValueError) as error:
         raise UserError(f"--optimizer: {name} does not take these arguments: {str(error).splitlines()[0]}") from error
 

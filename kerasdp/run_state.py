@@ -250,17 +250,3 @@ class ModelCache(Generic[T]):
         if not hasattr(model, _ATTRIBUTE):
             object.__setattr__(model, _ATTRIBUTE, weakref.WeakKeyDictionary())  # past Keras' tracking of attributes
         getattr(model, _ATTRIBUTE)[self] = value
-
-
-_MADE_OF_CHOICES: ModelCache[bool] = ModelCache()
-
-
-def made_of_choices(made: T) -> T:
-    """Returns a model, an optimizer or a loss, and remembers that it is what the choices of the run ask for."""
-    _MADE_OF_CHOICES.put(made, True)
-    return made
-
-
-def is_made_of_choices(made: object) -> bool:
-    """Returns whether `made_of_choices` got this object."""
-    return bool(_MADE_OF_CHOICES.get(made))

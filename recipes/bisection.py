@@ -9,47 +9,52 @@ workdir then holds what the operation got. Half a minute on two CPU cores.
 Each step runs without compilation on one device, in float64, in which only mistakes are left.
 """
 
-import functools
 import os
+
+from absl import app, flags
 
 import kerasdp
 
+FLAGS = flags.FLAGS
+flags.DEFINE_list("backends", None, "Two backends. Default: the first two that are installed.")
+flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as convnet, or file.py:function.")
+flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
+flags.DEFINE_string("data_dir", None, "Folder of the data set images.")
+flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
+flags.DEFINE_float("learning_rate", None, "Learning rate. Default: the one of --optimizer.")
+kerasdp.flags.define("device", "batch_size", "seed", "max_steps", "workdir",
+                     device="auto", batch_size=64, max_steps=2)  # fmt: skip
 
-def build_model(config: kerasdp.Config) -> object:
-    """Runs in every process, after the backend is chosen. Yours may build any compiled Keras model."""
+
+def make_data():
+    """Runs in each process. Yours may return `(x, y)`."""
+    return kerasdp.load_data(FLAGS.dataset, FLAGS.data_dir)
+
+
+def make_model():
+    """Runs in each process, after the backend is chosen. Yours may return any compiled Keras model."""
     import keras
 
-    data = kerasdp.load_data(config.dataset, config.data_dir)
-    model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+    data = make_data()
+    model = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), loss)
+    model.compile(kerasdp.make_optimizer(FLAGS.optimizer, FLAGS.learning_rate), loss)
     return model
 
 
-def load_data(config: kerasdp.Config) -> object:
-    """Runs in every process, after `build_model`. Yours may return `(x, y)`."""
-    return kerasdp.load_data(config.dataset, config.data_dir).train
-
-
-def find(config: kerasdp.Config, backends: list[str] | None) -> bool:
-    """Runs here, and starts a process for each backend."""
+def main(argv):
+    """Starts a process for each backend. The exit code is 1 where an operation differs."""
     import numpy as np
 
-    finding = kerasdp.parity.bisect(
-        functools.partial(build_model, config),
-        functools.partial(load_data, config),
-        backends,
-        steps=config.max_steps,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        device=config.device,
-    )
+    given = kerasdp.flags.values(argv)
+    workdir, steps = given.pop("workdir"), given.pop("max_steps")
+    finding = kerasdp.parity.bisect(make_model, lambda: make_data().train, FLAGS.backends, steps=steps, **given)
     print(finding or "nothing differs")
     if finding is not None and finding.call is not None:
-        os.makedirs(config.workdir, exist_ok=True)
-        np.savez(os.path.join(config.workdir, "inputs.npz"), *finding.call.inputs)
-    return finding is None
+        os.makedirs(workdir, exist_ok=True)
+        np.savez(os.path.join(workdir, "inputs.npz"), *finding.call.inputs)
+    return 0 if finding is None else 1
 
 
 if __name__ == "__main__":
-    kerasdp.main(find, flags="bisection")
+    app.run(main)

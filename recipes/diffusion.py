@@ -5,8 +5,8 @@
     python recipes/diffusion.py --backend=torch --workdir=runs/diffusion --resume
 
 Expected of the first: 440 steps in a few minutes on two CPU cores, after which the mean error in the noise has fallen
-from 0.8 to below 0.15; it is the same on all backends and numbers of devices. With --workdir made.png shows digits that
-were drawn from noise, in 20 steps of DDIM.
+from 0.8 to below 0.15; it is the same on all backends and numbers of devices. generated.png in the workdir shows digits
+that were drawn from noise, in 20 steps of DDIM.
 
 The step is one function, written with Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your
 project and change what you like.
@@ -20,14 +20,14 @@ import kerasdp
 
 SAMPLING_STEPS = 20
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.")
-flags.DEFINE_integer("epochs", 20, "Passes over the training data.")
+flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
+flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_string("dataset", "digits", "digits, fashion_mnist, mnist, cifar10, ...")
 kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
 
 def build(image_shape: tuple[int, int, int]):
-    """Returns a network that gives the noise in images, with how much of it there is."""
+    """Builds a U-Net that predicts the noise in images, from the images and their times."""
     import keras
     from keras import layers
 
@@ -36,19 +36,19 @@ def build(image_shape: tuple[int, int, int]):
         x = layers.Conv2D(width, 3, padding="same", activation="swish")(layers.GroupNormalization(8)(residual))
         return layers.add([residual, layers.Conv2D(width, 3, padding="same")(x)])
 
-    images, share = keras.Input(image_shape), keras.Input((1,))
-    waves = layers.Dense(32, "swish")(layers.Dense(32, "swish")(share))
-    waves = layers.UpSampling2D(image_shape[:2])(layers.Reshape((1, 1, 32))(waves))
-    first = block(layers.concatenate([layers.Conv2D(32, 3, padding="same")(images), waves]), 32)
+    images, time = keras.Input(image_shape), keras.Input((1,))
+    embedding = layers.Dense(32, "swish")(layers.Dense(32, "swish")(time))
+    embedding = layers.UpSampling2D(image_shape[:2])(layers.Reshape((1, 1, 32))(embedding))
+    first = block(layers.concatenate([layers.Conv2D(32, 3, padding="same")(images), embedding]), 32)
     second = block(layers.AveragePooling2D(2)(first), 48)
     x = block(layers.AveragePooling2D(2)(second), 64)
     x = block(layers.concatenate([layers.UpSampling2D(2)(x), second]), 48)
     x = block(layers.concatenate([layers.UpSampling2D(2)(x), first]), 32)
-    return keras.Model([images, share], layers.Conv2D(image_shape[2], 1, kernel_initializer="zeros")(x))
+    return keras.Model([images, time], layers.Conv2D(image_shape[2], 1, kernel_initializer="zeros")(x))
 
 
-def train(runner: "kerasdp.Runner") -> float:
-    """Runs in every worker process, after the backend is chosen."""
+def train(runner):
+    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
     import keras
     import numpy as np
     from keras import ops
@@ -56,20 +56,20 @@ def train(runner: "kerasdp.Runner") -> float:
     config = runner.config
     data = kerasdp.load_data(FLAGS.dataset)
     with runner.scope():
-        network, average = build(data.input_shape), build(data.input_shape)
+        network, ema_network = build(data.input_shape), build(data.input_shape)
         optimizer = keras.optimizers.AdamW(2e-3, weight_decay=1e-4)
         seeds, error = keras.random.SeedGenerator(config.seed), keras.metrics.Mean(name="error")
-    average.set_weights(network.get_weights())
+    ema_network.set_weights(network.get_weights())
     optimizer.build(network.trainable_variables)
 
     def rates(time):
-        """The shares of image and noise at a time from 0 to 1, of shape (rows, 1); their squares add up to 1."""
+        """Returns the rates of signal and noise at times from 0 to 1, shape (rows, 1). Their squares add up to 1."""
         angle = np.arccos(0.999) + time * (np.arccos(0.02) - np.arccos(0.999))
         return ops.cos(angle), ops.sin(angle)
 
-    def mixed(images, noise, time):
-        of_image, of_noise = (rate[:, :, None, None] for rate in rates(time))
-        return of_image * images + of_noise * noise
+    def add_noise(images, noise, time):
+        signal_rate, noise_rate = (rate[:, :, None, None] for rate in rates(time))
+        return signal_rate * images + noise_rate * noise
 
     @runner.step
     def train_step(batch):
@@ -77,47 +77,47 @@ def train(runner: "kerasdp.Runner") -> float:
         noise = keras.random.normal(ops.shape(images), seed=seeds)
         time = keras.random.uniform((ops.shape(images)[0], 1), seed=seeds)
 
-        def loss_of():
-            return ops.mean(ops.abs(noise - network([mixed(images, noise, time), time], training=True)))
+        def noise_error():
+            return ops.mean(ops.abs(noise - network([add_noise(images, noise, time), time], training=True)))
 
-        loss, gradients = kerasdp.value_and_grad(loss_of, network.trainable_variables)()
+        loss, gradients = kerasdp.value_and_grad(noise_error, network.trainable_variables)()
         optimizer.apply(gradients, network.trainable_variables)
-        for weight, own in zip(network.weights, average.weights, strict=True):
-            own.assign(0.98 * own + 0.02 * weight)
+        for weight, ema in zip(network.weights, ema_network.weights, strict=True):
+            ema.assign(0.98 * ema + 0.02 * weight)
         error.update_state(loss)
         return {"loss": loss, "error": error.result()}
 
-    runner.checkpoint(models=[network, average], optimizers=optimizer, metrics=error, variables=seeds)
+    runner.checkpoint(models=[network, ema_network], optimizers=optimizer, metrics=error, variables=seeds)
     for batch in runner.batches(data.train, batch_size=FLAGS.batch_size, epochs=FLAGS.epochs):
         if batch.number == 0:
             error.reset_state()
         runner.log(train_step(batch))
 
     @runner.step(returns="rows")
-    def less_noise(batch):
-        """Takes noisy images from one time to an earlier one."""
+    def denoise(batch):
+        """Removes noise from images: from a time to an earlier time."""
         noisy, time, earlier = batch["noisy"], batch["time"], batch["earlier"]
-        noise = average([noisy, time], training=False)
-        of_image, of_noise = (rate[:, :, None, None] for rate in rates(time))
-        return mixed((noisy - of_noise * noise) / of_image, noise, earlier)
+        noise = ema_network([noisy, time], training=False)
+        signal_rate, noise_rate = (rate[:, :, None, None] for rate in rates(time))
+        return add_noise((noisy - noise_rate * noise) / signal_rate, noise, earlier)
 
     images = np.random.RandomState(config.seed).normal(size=(32, *data.input_shape)).astype(keras.config.floatx())
     times = np.linspace(1, 0, SAMPLING_STEPS + 1, dtype=keras.config.floatx())
-    for now, next_one in zip(times[:-1], times[1:], strict=True):
-        now, next_one = (np.full((32, 1), time) for time in (now, next_one))
-        images = ops.convert_to_numpy(less_noise({"noisy": images, "time": now, "earlier": next_one}))
+    for time, earlier in zip(times[:-1], times[1:], strict=True):
+        time, earlier = np.full((32, 1), time), np.full((32, 1), earlier)
+        images = ops.convert_to_numpy(denoise({"noisy": images, "time": time, "earlier": earlier}))
     if runner.is_chief and config.workdir is not None:
         height, width, channels = data.input_shape
         rows = np.clip(images, -1, 1).reshape(4, 8, height, width, channels).transpose(0, 2, 1, 3, 4)
-        path = os.path.join(config.workdir, "made.png")
+        path = os.path.join(config.workdir, "generated.png")
         keras.utils.save_img(path, rows.reshape(4 * height, 8 * width, channels))
-        print(f"digits from noise: {path}")
+        print(f"generated digits: {path}")
     return float(error.result())
 
 
-def main(_) -> None:
+def main(argv):
     """Runs in the process that was started."""
-    kerasdp.launch(train, **kerasdp.flags.values())
+    kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 
 if __name__ == "__main__":

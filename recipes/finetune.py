@@ -3,38 +3,40 @@
     python recipes/finetune.py --lora_rank=8                          # no download: a small model, trained first
     python recipes/finetune.py --lora_rank=8 --weights=runs/base --dataset=mine.py:data
     python recipes/finetune.py --lora_rank=8 --preset=bert_tiny_en_uncased --dataset=mine.py:texts
-    python recipes/finetune.py --lora_rank=8 --backend=jax --gpus=4 --shard=weights --remat=blocks
     python recipes/finetune.py --lora_rank=8 --checkpoint_weights=trained --workdir=runs/tuned        # then --resume
 
---dataset is a function of yours that returns (x_train, y_train), (x_test, y_test): arrays, or texts, which a preset
-preprocesses. model.keras in the workdir is a plain model, with the adapters in its weights. `add_adapters` says which
-layers get them. Copy this file into your project, and text.py beside it.
+Expected of the first: it reads digits upside down with an accuracy of 0.9 (before: 0.4), in half a minute.
+
+--dataset is a function that returns (x_train, y_train), (x_test, y_test): arrays, or texts for a preset. model.keras in
+the workdir is a plain model, with the adapters in its weights. `add_adapters` says which layers get them.
 """
 
-import functools
 import json
 import math
 import os
-import pathlib
 import runpy
-from pydoc_data.topics import topics
 
-from text import build
+import numpy as np
+from absl import app, flags
 
 import kerasdp
 
-
-def main(config: kerasdp.Config, preset: str | None, weights: str, lora_rank: int) -> None:
-    """Runs on this machine; `train` runs in the workers."""
-    file = None if weights == "none" else weights
-    kerasdp.launch(functools.partial(train, rank=lora_rank, weights=file, preset=preset), config)
+FLAGS = flags.FLAGS
+flags.DEFINE_string("preset", None, "Model of KerasHub: a name, which is downloaded, or a folder of save_to_preset.")
+flags.DEFINE_string("weights", None, "Model: the --workdir of a run, or a file: .safetensors, .keras.")
+flags.DEFINE_string("dataset", None, "Data for --preset or --weights: file.py:function.")
+flags.DEFINE_integer("lora_rank", 0, "Rank of the adapters. 0: all weights train.", lower_bound=0)
+flags.DEFINE_integer("batch_size", 32, "Samples per step, over all devices.", lower_bound=1)
+flags.DEFINE_integer("epochs", 4, "Passes over the training data.", lower_bound=1)
+flags.DEFINE_float("learning_rate", 0.003, "Learning rate.")
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
 
 def add_adapters(model, rank):
-    """Freezes a model, and adds adapters to its projections to queries and values; call it before `compile`."""
+    """Freezes a model, and adds adapters to its projections to queries and values. Call it before `compile`."""
     from keras import layers
 
-    if hasattr(model, "backbone"):  # of KerasHub; what is beside the backbone, as a new head, trains
+    if hasattr(model, "backbone"):  # of KerasHub: its head trains
         model.backbone.enable_lora(rank)
         return
     for weight in model.trainable_variables:
@@ -51,64 +53,73 @@ def add_adapters(model, rank):
         layer.enable_lora(rank)
 
 
-def windows(text: str, length: int = 32, most: int = 1000):
-    """Returns (x, y) to train on, and to evaluate on: codes of characters, and of those that follow."""
-    import numpy as np
+def make_model_and_data(runner):
+    """Returns the model to fine-tune, (x, y) to train on and (x, y) held out."""
+    if not (FLAGS.weights or FLAGS.preset):  # a model of digits, which then learns to read them upside down
+        digits = kerasdp.load_data("digits")
+        parts = [(part, np.arange(part.num_samples)) for part in (digits.train, digits.test)]
+        training, held_out = ((part.inputs(rows), part.targets(rows)[0]) for part, rows in parts)
+        with runner.scope():
+            model = kerasdp.build_model("lenet", digits.input_shape, digits.num_classes)
+        fit(runner, model, training, held_out, epochs=3)
+        return model, *((x[:, ::-1], y) for x, y in (training, held_out))
+    path, _, name = FLAGS.dataset.partition(":")
+    training, held_out = runpy.run_path(path)[name]()
+    with runner.scope():
+        if FLAGS.weights:
+            return kerasdp.load_model(FLAGS.weights), training, held_out
+        import keras_hub
 
-    codes = np.frombuffer(text.encode("ascii", "ignore"), "uint8")[: most * (length + 1)].astype("int32")
-    rows = codes[: len(codes) // (length + 1) * (length + 1)].reshape(-1, length + 1)
-    return [(part[:, :-1], part[:, 1:]) for part in (rows[len(rows) // 10 :], rows[: len(rows) // 10])]
+        model = keras_hub.models.TextClassifier.from_preset(FLAGS.preset, num_classes=int(max(training[1])) + 1)
+    return model, training, held_out
 
 
-def train(runner: "kerasdp.Runner", rank: int, weights: str | None, preset: str | None) -> None:
-    """Runs in every worker process, after the backend is chosen."""
+def train(runner):
+    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
     import keras
 
-    config, say = runner.config, print if runner.is_chief and runner.config.verbose != 0 else lambda line: None
-    if weights or preset:
-        path, _, name = config.dataset.partition(":")
-        data = runpy.run_path(path)[name]()
-    with runner.scope():
-        if preset:
-            import keras_hub
-
-            num_classes = int(max(data[0][1])) + 1
-            model = keras_hub.models.TextClassifier.from_preset(preset, num_classes=num_classes)
-        else:
-            model = kerasdp.load_model(weights) if weights else build(128)
-    if not (weights or preset):
-        fit(runner, model, *windows(" ".join(topics.values())), epochs=2)  # however long the second one is
-        data = windows(pathlib.Path(functools.__file__).read_text())
+    model, *data = make_model_and_data(runner)
     preprocessor = getattr(model, "preprocessor", None)  # of KerasHub
     if preprocessor is not None:
         data = [keras.utils.unpack_x_y_sample_weight(model.preprocess_samples(*part)) for part in data]
         model.preprocessor = None
-    if rank:
-        add_adapters(model, rank)
-    trained = sum(math.prod(weight.shape) for weight in model.trainable_weights)
-    say(f"{trained:,} of {model.count_params():,} weights train")
-    before, after = fit(runner, model, *data, epochs=config.epochs)
+    if FLAGS.lora_rank:
+        add_adapters(model, FLAGS.lora_rank)
+    num_trained = sum(math.prod(weight.shape) for weight in model.trainable_weights)
+    before, after = fit(runner, model, *data, epochs=FLAGS.epochs)
     if runner.is_chief:
-        with open(os.path.join(config.workdir, "evaluation.json"), "w") as file:
+        print(f"{num_trained:,} of {model.count_params():,} weights train")
+        print("held out: " + ", ".join(f"{name} {value:.4g} -> {after[name]:.4g}" for name, value in before.items()))
+        with open(os.path.join(runner.config.workdir, "evaluation.json"), "w") as file:
             json.dump({"before": before, "after": after}, file, indent=2)
-    say("held out: " + ", ".join(f"{name} {value:.4g} -> {after[name]:.4g}" for name, value in before.items()))
     if preprocessor is not None:
         model.preprocessor = preprocessor
-    kerasdp.export(model, os.path.join(config.workdir, "model.keras"))
+    kerasdp.export(model, os.path.join(runner.config.workdir, "model.keras"))
 
 
-def fit(runner, model, train, test, epochs):
-    """Compiles, as after any change of what trains, and fits; returns what an evaluation gives before and after."""
+def fit(runner, model, training, held_out, epochs):
+    """Compiles, as after any change of what trains, and fits. Returns the evaluations before and after."""
     import keras
 
-    own = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
-    is_task = hasattr(model, "backbone")  # of KerasHub, which knows its loss and metrics
-    optimizer = kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate)
-    model.compile(optimizer, **({} if is_task else own))
-    before = runner.evaluate(model, *test, return_dict=True)
-    runner.fit(model, *train, validation_data=test, epochs=epochs)
-    return before, runner.evaluate(model, *test, return_dict=True)
+    optimizer = keras.optimizers.Adam(FLAGS.learning_rate)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    before = runner.evaluate(model, *held_out, return_dict=True)
+    model.fit(*training, batch_size=FLAGS.batch_size, epochs=epochs, validation_data=held_out)
+    return before, runner.evaluate(model, *held_out, return_dict=True)
+
+
+def main(argv):
+    """Runs in the process that was started."""
+    given = kerasdp.flags.values(argv)
+    if FLAGS.preset and FLAGS.weights:
+        raise kerasdp.UserError("--preset and --weights both name the model: leave out one of them")
+    if bool(FLAGS.preset or FLAGS.weights) != bool(FLAGS.dataset):
+        raise kerasdp.UserError(
+            "--dataset=FILE.py:FUNCTION goes with --weights or --preset: give both, or none of them"
+        )
+    kerasdp.launch(train, **given)
 
 
 if __name__ == "__main__":
-    kerasdp.main(main, flags="finetune")
+    app.run(main)

@@ -20,8 +20,17 @@ import time
 from typing import Any
 
 import numpy as np
+from absl import app, flags
 
 import kerasdp
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("batch_size", 48, "Samples per step, over all devices.", lower_bound=1)
+flags.DEFINE_integer("epochs", 8, "Passes over the training data.", lower_bound=1)
+flags.DEFINE_float("learning_rate", 0.05, "Learning rate.")
+flags.DEFINE_string("model", "lenet", "LeNet, whose arguments choose its initial weights.")
+flags.DEFINE_string("dataset", "digits", "digits, mnist, fashion_mnist, ...")
+kerasdp.flags.define("backend", "gpus", "device", "precision", "seed", "workdir")
 
 
 def logits_of(parameters: list, images: Any) -> Any:
@@ -148,23 +157,26 @@ def accuracy(parameters: list, devices: list, data: Any, batch_size: int) -> flo
     return num_correct / data.num_samples
 
 
-def train(config: kerasdp.Config) -> None:
+def main(argv):
     """Runs in this process, which drives all devices."""
+    config = kerasdp.Config(**kerasdp.flags.values(argv))
+    if config.precision not in ("auto", "float32", "float64"):
+        raise kerasdp.UserError(f"--precision: expected float32 or float64. Received: {config.precision!r}")
     with kerasdp.local_devices(config) as devices:
-        data = kerasdp.load_data(config.dataset, config.data_dir)
-        weights = kerasdp.build_model(config.model, data.input_shape, data.num_classes).get_weights()  # as of train.py
+        data = kerasdp.load_data(FLAGS.dataset)
+        weights = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes).get_weights()  # as of train.py
         demonstrate(devices, weights)
         parameters = [[copy_to(device, array) for array in weights] for device in devices]
         order = kerasdp.Order(num_samples=data.train.num_samples, batch_size=config.batch_size, seed=config.seed)
         os.makedirs(config.workdir, exist_ok=True)
         with open(os.path.join(config.workdir, "steps.jsonl"), "w") as log:
-            for epoch in range(config.epochs):
+            for epoch in range(FLAGS.epochs):
                 losses, start = [], time.perf_counter()
                 for rows in order.batches(epoch):
                     # The last batch of an epoch is shorter, and may not divide: the first device trains it.
                     working = devices if len(rows) == config.batch_size else devices[:1]
                     batch = data.train.inputs(rows), data.train.targets(rows)[0]
-                    losses.append(train_batch(parameters, devices, working, batch, config.learning_rate))
+                    losses.append(train_batch(parameters, devices, working, batch, FLAGS.learning_rate))
                     print(json.dumps({"step": epoch * order.num_batches + len(losses), "loss": losses[-1]}), file=log)
                 text = f"epoch {epoch + 1}: {time.perf_counter() - start:.1f} s, loss {np.mean(losses):.4f}"
                 print(f"{text}, test accuracy {accuracy(parameters, devices, data.test, config.batch_size):.4f}")
@@ -172,4 +184,4 @@ def train(config: kerasdp.Config) -> None:
 
 
 if __name__ == "__main__":
-    kerasdp.main(train, flags="from_scratch")
+    app.run(main)

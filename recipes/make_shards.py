@@ -9,7 +9,6 @@ ArrayRecord by the library that comes with `grain`: pip install 'kerasdp[data]'.
 """
 
 import argparse
-import functools
 import io
 import os
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from typing import Any
 import kerasdp
 
 
-def write(runner: "kerasdp.Runner", folder: str, kind: str, num_shards: int) -> None:
-    """Writes both splits; runs once, whatever the backend."""
-    data = kerasdp.load_data(runner.config.dataset, runner.config.data_dir)
+def write(dataset: str, folder: str, kind: str, num_shards: int) -> None:
+    """Writes both splits."""
+    data = kerasdp.load_data(dataset)
     os.makedirs(folder, exist_ok=True)
     for split, source in (("train", data.train), ("test", data.test)):
         for shard in range(num_shards):
@@ -66,5 +65,4 @@ if __name__ == "__main__":
     parser.add_argument("--format", default="parquet", choices=("parquet", "array_record"))
     parser.add_argument("--num_shards", type=int, default=3)
     arguments = parser.parse_args()
-    function = functools.partial(write, folder=arguments.folder, kind=arguments.format, num_shards=arguments.num_shards)
-    kerasdp.launch(function, kerasdp.Config(dataset=arguments.dataset, num_devices=1, device="cpu", verbose=0))
+    write(arguments.dataset, arguments.folder, arguments.format, arguments.num_shards)

@@ -11,55 +11,66 @@ CPU cores.
 In float32 backends differ by round-off, which grows with every step; `--precision=float64` leaves only mistakes.
 """
 
-import functools
 import os
+
+from absl import app, flags
 
 import kerasdp
 
+FLAGS = flags.FLAGS
+flags.DEFINE_list("backends", None, "Backends to compare. Default: all that are installed.")
+flags.DEFINE_list("device_counts", ["1", "2", "4"], "Numbers of devices to compare.")
+flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as convnet, or file.py:function.")
+flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
+flags.DEFINE_string("data_dir", None, "Folder of the data set images.")
+flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
+flags.DEFINE_float("learning_rate", None, "Learning rate. Default: the one of --optimizer.")
+flags.register_validator("device_counts", lambda counts: all(map(str.isdecimal, counts)), "expected such as 1,2,4")
+# In TF32, the default precision of GPUs, all trainings would differ.
+kerasdp.flags.define("device", "precision", "batch_size", "batch_norm", "compile", "seed", "max_steps", "workdir",
+                     device="auto", precision="float32", batch_size=64, max_steps=40)  # fmt: skip
 
-def build_model(config: kerasdp.Config) -> object:
-    """Runs in every process, after the backend is chosen. Yours may build any compiled Keras model."""
+
+def make_data():
+    """Runs in each process. Yours may return `(x, y)`."""
+    return kerasdp.load_data(FLAGS.dataset, FLAGS.data_dir)
+
+
+def make_model():
+    """Runs in each process, after the backend is chosen. Yours may return any compiled Keras model."""
     import keras
 
-    data = kerasdp.load_data(config.dataset, config.data_dir)
-    model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+    data = make_data()
+    model = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes)
     model.compile(
-        optimizer=kerasdp.make_optimizer(config.optimizer, config.learning_rate),
+        optimizer=kerasdp.make_optimizer(FLAGS.optimizer, FLAGS.learning_rate),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     return model
 
 
-def load_data(config: kerasdp.Config) -> object:
-    """Runs in every process, after `build_model`. Yours may return `(x, y)`."""
-    return kerasdp.load_data(config.dataset, config.data_dir).train
-
-
-def compare(config: kerasdp.Config, backends: list[str] | None, device_counts: list[int]) -> bool:
-    """Runs here, and starts a process for each way to train."""
+def main(argv):
+    """Starts a process for each training. The exit code is 1 where two differ."""
+    given = kerasdp.flags.values(argv)
+    workdir, steps = given.pop("workdir"), given.pop("max_steps")
     comparison = kerasdp.parity.compare(
-        functools.partial(build_model, config),
-        functools.partial(load_data, config),
-        backends=backends,
-        device_counts=device_counts,
-        device=config.device,
-        precision=config.precision,
-        steps=config.max_steps or 40,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        batch_norm=config.batch_norm,
-        compile=config.compile,
+        make_model,
+        lambda: make_data().train,
+        backends=FLAGS.backends,
+        device_counts=[int(count) for count in FLAGS.device_counts],
+        steps=steps,
         with_plain=True,
         report=lambda outcome: print(f"{outcome.way}: {outcome.seconds:.1f} s", flush=True),
+        **given,
     )
     print(comparison.table())
-    os.makedirs(config.workdir, exist_ok=True)
-    picture = os.path.join(config.workdir, "parity.png")
-    comparison.draw(picture, f"{config.model} on {config.dataset}, batch {config.batch_size}")
+    os.makedirs(workdir, exist_ok=True)
+    picture = os.path.join(workdir, "parity.png")
+    comparison.draw(picture, f"{FLAGS.model} on {FLAGS.dataset}, batch {FLAGS.batch_size}")
     print(f"picture in {picture}")
-    return comparison.passed
+    return 0 if comparison.passed else 1
 
 
 if __name__ == "__main__":
-    kerasdp.main(compare, flags="parity")
+    app.run(main)

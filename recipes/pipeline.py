@@ -20,7 +20,19 @@ import pathlib
 import statistics
 from typing import Any
 
+from absl import app, flags
+
 import kerasdp
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("split_sizes", "1,3,5,8,10,12,20,40,60", "Samples per micro-batch to try.")
+flags.DEFINE_integer("repetitions", 10, "Epochs to measure; one more, which compiles, comes first.", lower_bound=2)
+flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as resnet50, or file.py:function.")
+flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
+flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
+flags.register_validator("split_sizes", lambda sizes: all(map(str.isdecimal, sizes)), "expected such as 1,2,4")
+kerasdp.flags.define("backend", "gpus", "device", "precision", "compile", "cut_at", "batch_size", "seed", "workdir",
+                     backend="torch")  # fmt: skip
 
 
 def toy(input_shape: tuple[int, ...], num_classes: int) -> Any:
@@ -35,17 +47,16 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
     """Runs for each way to train; each epoch is a repetition, and the first one, which compiles, is not counted."""
     import keras
 
-    config = runner.config
-    data = kerasdp.load_data(config.dataset, config.data_dir)
+    data = kerasdp.load_data(FLAGS.dataset)
 
     @kerasdp.per_sample
     def squared_error(labels: Any, outputs: Any) -> Any:
         return keras.losses.mean_squared_error(keras.ops.one_hot(labels, data.num_classes), outputs)
 
     with runner.scope():
-        model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
-        model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), squared_error)
-    runner.fit(model, data.train, epochs=config.epochs)
+        model = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes)
+        model.compile(kerasdp.make_optimizer(FLAGS.optimizer), squared_error)
+    model.fit(data.train, batch_size=runner.config.batch_size, epochs=FLAGS.repetitions + 1)
     strategy = runner.strategy
     memory = [round(most / 2**20) for most in strategy.processes.all_gather_object(strategy.peak_memory_bytes())]
     return {"seconds": runner.state.epoch_seconds[1:], "MiB": memory, "stages": runner.state.description}
@@ -64,10 +75,10 @@ def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Co
     return found | {f"pipelined, split size {size}": dataclasses.replace(cut, split_size=size) for size in sizes}
 
 
-def study(config: kerasdp.Config, split_sizes: list[int], repetitions: int) -> None:
+def main(argv):
     """Trains in all ways, prints what they took, and writes it into the workdir."""
-    config, found = dataclasses.replace(config, epochs=repetitions + 1), {}
-    for name, settings in ways(config, split_sizes).items():
+    config, found = kerasdp.Config(strategy="pipeline", **kerasdp.flags.values(argv)), {}
+    for name, settings in ways(config, [int(size) for size in FLAGS.split_sizes]).items():
         try:
             found[name] = result = kerasdp.launch(train, settings)
         except kerasdp.RunError as error:
@@ -104,4 +115,4 @@ def draw(seconds: dict[str, list[float]], kind: str, path: pathlib.Path, **label
 
 
 if __name__ == "__main__":
-    kerasdp.main(study, flags="pipeline")
+    app.run(main)

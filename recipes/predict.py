@@ -14,26 +14,43 @@ are: logits, of models that recipes/train.py has trained. Copy this file into yo
 import os
 
 import numpy as np
+from absl import app, flags
 
 import kerasdp
 
+FLAGS = flags.FLAGS
+flags.DEFINE_string("checkpoint", None, "The --workdir of a run, a folder or URL of checkpoints, a .safetensors or "
+                    ".keras file.", required=True)  # fmt: skip
+flags.DEFINE_string("output", None, "File to write, .npy or .csv. Default: predictions.csv in --workdir.")
+flags.DEFINE_string("dataset", "digits", "Data set of recipes/train.py, or file.py:function.")
+flags.DEFINE_string("data_dir", None, "Folder of the data set images.")
+flags.register_validator(
+    "output", lambda path: path is None or path.endswith((".npy", ".csv")), "expected .npy or .csv"
+)
+kerasdp.flags.define("backend", "gpus", "device", "precision", "batch_size", "workdir")
 
-def predict(runner: "kerasdp.Runner", checkpoint: str, output: str | None) -> None:
-    """Runs in every worker process, after the backend is chosen."""
+
+def predict(runner):
+    """Runs once the backend is chosen."""
     config = runner.config
-    data = kerasdp.load_data(config.dataset, config.data_dir)
+    data = kerasdp.load_data(FLAGS.dataset, FLAGS.data_dir)
     with runner.scope():
-        model = kerasdp.load_model(checkpoint)  # of layers of your own: load_model(checkpoint, build_it())
+        model = kerasdp.load_model(FLAGS.checkpoint)  # with custom layers: load_model(checkpoint, make_model())
     outputs = runner.predict(model, data.test)  # of all samples, in their order, whatever the number of devices
-    path = output or os.path.join(config.workdir, "predictions.csv")
+    path = FLAGS.output or os.path.join(config.workdir, "predictions.csv")
     if runner.is_chief:
         if path.endswith(".npy"):
             np.save(path, outputs)
         else:
-            np.savetxt(path, outputs.reshape(len(outputs), -1), "%.9g", delimiter=",")  # float32 as a whole
-        print(f"{len(outputs)} held-out samples of {config.dataset} | {checkpoint}")
+            np.savetxt(path, outputs.reshape(len(outputs), -1), "%.9g", delimiter=",")  # all digits of float32
+        print(f"{len(outputs)} held-out samples of {FLAGS.dataset} | {FLAGS.checkpoint}")
         print(f"{config.backend} on {runner.devices}; predictions in {path}")
 
 
+def main(argv):
+    """Runs in the process that was started."""
+    kerasdp.launch(predict, **kerasdp.flags.values(argv))
+
+
 if __name__ == "__main__":
-    kerasdp.main(predict, flags="predict")
+    app.run(main)

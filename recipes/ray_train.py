@@ -15,15 +15,20 @@ Expected of the first line: the loss curve of recipes/train.py.
 Copy this file and recipes/train.py into your project and change what you like.
 """
 
-import dataclasses
 import importlib.util
 import os
 import socket
+import sys
 from typing import Any
 
-from train import train  # recipes/train.py: the same function
+import train  # recipes/train.py: its function, with its flags
+from absl import app, flags
 
 import kerasdp
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("workers", 1, "Workers of the run, each with --gpus devices.", lower_bound=1)
+flags.adopt_module_key_flags(train)
 
 
 def work(told: dict[str, Any]) -> str | None:
@@ -32,9 +37,10 @@ def work(told: dict[str, Any]) -> str | None:
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero
 
-    context, config = ray.train.get_context(), told["config"]
+    context, choices = ray.train.get_context(), told["choices"]
     os.chdir(told["folder"])  # from where paths such as --model=my_model.py:build are meant
-    if config.backend == "jax" and config.device == "cpu":  # Ray joins JAX on GPUs and TPUs alone
+    train.FLAGS(told["command"], known_only=True)  # a worker has a command line of its own
+    if choices.get("backend") == "jax" and choices["device"] == "cpu":  # Ray joins JAX on GPUs and TPUs alone
         with socket.socket() as probe:
             probe.bind(("", 0))
             address = broadcast_from_rank_zero(f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}")
@@ -42,14 +48,15 @@ def work(told: dict[str, Any]) -> str | None:
         os.environ["JAX_NUM_PROCESSES"] = str(context.get_world_size())
         os.environ["JAX_PROCESS_ID"] = str(context.get_world_rank())
     try:
-        kerasdp.launch(train, config)
+        kerasdp.launch(train.train, **choices)
     except kerasdp.UserError as error:
         return str(error)
     return None
 
 
-def main(config: kerasdp.Config, workers: int) -> None:
-    """Runs on this machine; `train` runs in the workers."""
+def main(argv):
+    """Runs in the process that was started; `train.train` runs in the workers."""
+    choices = kerasdp.flags.values(argv)
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # Ray's workers would leave the folder of the script
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # for a cluster that is gone Ray would try 13 minutes
     try:
@@ -57,26 +64,26 @@ def main(config: kerasdp.Config, workers: int) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     except ImportError as error:
         raise kerasdp.UserError("Ray is not installed: pip install 'kerasdp[ray]'") from error
-    workdir = os.path.abspath(config.workdir)
-    if not config.resume and os.path.exists(os.path.join(workdir, "checkpoints")):
+    workdir = os.path.abspath(choices["workdir"])
+    if not FLAGS.resume and os.path.exists(os.path.join(workdir, "checkpoints")):
         raise kerasdp.UserError(f"--workdir: {workdir} holds a run; continue it (--resume), or choose another folder")
     ray.init(logging_level="warning", ignore_reinit_error=True)
-    device = config.device
+    device = FLAGS.device or "auto"
     if device == "auto":
         device = "gpu" if ray.cluster_resources().get("GPU") else "cpu"
-    if config.backend == "jax" or importlib.util.find_spec("torch") is None:
+    if FLAGS.backend == "jax" or importlib.util.find_spec("torch") is None:
         from ray.train.v2.jax import JaxTrainer as Trainer
 
-        config = dataclasses.replace(config, backend="jax")
+        choices["backend"] = "jax"
     else:
         from ray.train.torch import TorchTrainer as Trainer
-    count, restarts = config.num_devices or 1, config.max_restarts
-    config = dataclasses.replace(config, device=device, workdir=workdir, max_restarts=0, resume=True)
+    count, restarts = FLAGS.gpus or 1, FLAGS.max_restarts or 0
+    choices |= {"device": device, "workdir": workdir, "max_restarts": 0, "resume": True}
     trainer = Trainer(
         work,
-        train_loop_config={"config": config, "folder": os.getcwd()},
+        train_loop_config={"choices": choices, "command": sys.argv, "folder": os.getcwd()},
         scaling_config=ScalingConfig(
-            num_workers=workers,
+            num_workers=FLAGS.workers,
             use_gpu=device == "gpu",
             resources_per_worker={"CPU": count, **({"GPU": count} if device == "gpu" else {})},
         ),
@@ -91,4 +98,4 @@ def main(config: kerasdp.Config, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    kerasdp.main(main, flags="ray_train")
+    app.run(main)

@@ -21,8 +21,8 @@ from absl import app, flags
 import kerasdp
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.")
-flags.DEFINE_integer("epochs", 20, "Passes over the training data.")
+flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
+flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.03, "Learning rate.")
 flags.DEFINE_string("data_dir", None, "Folder with the files train-* and test-*.")
 kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
@@ -69,9 +69,9 @@ def pixels(png: bytes) -> Any:
     return np.asarray(Image.open(io.BytesIO(png)))[..., None]
 
 
-def main(_) -> None:
+def main(argv):
     """Runs in the process that was started."""
-    kerasdp.launch(train, **kerasdp.flags.values())
+    kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 
 if __name__ == "__main__":

@@ -14,26 +14,32 @@ Expected of the first sweep: a line for each run, and the best with a validation
 Copy this file and recipes/train.py into your project and change what you like.
 """
 
-import dataclasses
 import json
 import os
 from typing import Any
 
-from train import train  # recipes/train.py: the same function
+import train  # recipes/train.py: its function, with its flags
+from absl import app, flags
 
 import kerasdp
 
-
-def choose(trial: Any) -> dict[str, Any]:
-    """Returns what is searched: fields of `kerasdp.Config`."""
-    return {
-        "learning_rate": trial.suggest_float("learning_rate", 0.003, 0.1, log=True),
-        "batch_size": trial.suggest_categorical("batch_size", [32, 64, 128]),
-    }
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("trials", 20, "Runs whose choices Optuna picks, for the lowest validation loss.", lower_bound=1)
+flags.adopt_module_key_flags(train)
 
 
-def main(config: kerasdp.Config, trials: int) -> None:
-    """Runs on this machine; `train` runs in the workers."""
+def choose(trial: Any) -> None:
+    """Gives the flags that are searched the values of a trial."""
+    FLAGS.learning_rate = trial.suggest_float("learning_rate", 0.003, 0.1, log=True)
+    FLAGS.batch_size = trial.suggest_categorical("batch_size", [32, 64, 128])
+
+
+def main(argv):
+    """Runs in the process that was started; `train.train` runs in the workers."""
+    given = kerasdp.flags.values(argv)
+    if "checkpoint_dir" in given:
+        raise kerasdp.UserError("--checkpoint_dir: expected none, since each run has a folder in --workdir")
+    workdir = given["workdir"]
     try:
         import optuna
         from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -41,9 +47,9 @@ def main(config: kerasdp.Config, trials: int) -> None:
     except ImportError as error:
         raise kerasdp.UserError("a sweep needs Optuna, which is missing: pip install 'kerasdp[optuna]'") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    os.makedirs(config.workdir, exist_ok=True)
-    path = os.path.join(config.workdir, "optuna.journal")
-    if os.path.exists(path) and not config.resume:
+    os.makedirs(workdir, exist_ok=True)
+    path = os.path.join(workdir, "optuna.journal")
+    if os.path.exists(path) and not FLAGS.resume:
         raise kerasdp.UserError(f"--workdir: {path} is there already; continue it (--resume), or choose another folder")
     study = optuna.create_study(
         storage=JournalStorage(JournalFileBackend(path)), study_name="sweep", load_if_exists=True
@@ -51,17 +57,17 @@ def main(config: kerasdp.Config, trials: int) -> None:
     for stopped in study.get_trials(states=[TrialState.RUNNING]):  # its run is continued as another trial
         study.tell(stopped.number, state=TrialState.PRUNED)
         study.enqueue_trial(stopped.params, user_attrs=stopped.user_attrs)
-    for number in range(len(study.get_trials(states=[TrialState.COMPLETE, TrialState.FAIL])), trials):
-        study.sampler = optuna.samplers.TPESampler(seed=config.seed + number)  # other values than before --resume
+    for number in range(len(study.get_trials(states=[TrialState.COMPLETE, TrialState.FAIL])), FLAGS.trials):
+        study.sampler = optuna.samplers.TPESampler(seed=(FLAGS.seed or 0) + number)  # other values than before --resume
         trial = study.ask()
-        folder = trial.user_attrs.get("workdir") or os.path.join(config.workdir, f"run-{trial.number:03}")
+        folder = trial.user_attrs.get("workdir") or os.path.join(workdir, f"run-{trial.number:03}")
         trial.set_user_attr("workdir", folder)
         # With a limit for hanging each run has its process. Without a checkpoint it begins.
-        own = {"workdir": folder, "resume": True, "hang_timeout": config.hang_timeout or 600.0}
-        settings = dataclasses.replace(config, **choose(trial), **own)
-        print(f"run {number + 1} of {trials}: {trial.params}", flush=True)
+        own = {"workdir": folder, "resume": True, "hang_timeout": FLAGS.hang_timeout or 600.0}
+        choose(trial)
+        print(f"run {number + 1} of {FLAGS.trials}: {trial.params}", flush=True)
         try:
-            kerasdp.launch(train, settings)
+            kerasdp.launch(train.train, **kerasdp.flags.values(argv) | own)
             with open(os.path.join(folder, "report.json")) as file:
                 final = json.load(file)["final"]
             study.tell(trial, final.get("val_loss", final["loss"]))
@@ -77,4 +83,4 @@ def main(config: kerasdp.Config, trials: int) -> None:
 
 
 if __name__ == "__main__":
-    kerasdp.main(main, flags="sweep")
+    app.run(main)

@@ -18,8 +18,8 @@ import kerasdp
 
 LENGTH, WIDTH, HEADS, BLOCKS = 128, 128, 4, 2
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("batch_size", 32, "Samples per step, over all devices.")
-flags.DEFINE_integer("epochs", 8, "Passes over the training data.")
+flags.DEFINE_integer("batch_size", 32, "Samples per step, over all devices.", lower_bound=1)
+flags.DEFINE_integer("epochs", 8, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.001, "Learning rate.")
 kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
@@ -68,9 +68,9 @@ def train(runner: "kerasdp.Runner") -> None:
     model.fit(*training, batch_size=FLAGS.batch_size, epochs=FLAGS.epochs, validation_data=held_out)
 
 
-def main(_) -> None:
+def main(argv):
     """Runs in the process that was started."""
-    kerasdp.launch(train, **kerasdp.flags.values())
+    kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 
 if __name__ == "__main__":

@@ -1,45 +1,82 @@
-"""Trains any model on any backend, on one or many devices, with the same loss curve.
+"""Trains an image classifier on any Keras backend, on one or many devices. Copy this file and change what you like.
 
     python recipes/train.py                                  # the first backend installed, all GPUs or the CPU
     python recipes/train.py --backend=jax --gpus=4           # four GPUs, or four virtual CPU devices
-    python recipes/train.py --flagfile=flags/resnet18_fashion_2gpus.flags --backend=torch
-    python recipes/train.py --workdir=runs/mine --resume     # resumes where it stopped, on any backend and devices
-    python recipes/train.py --model=my_model.py:build --dataset=my_data.py:load
+    python recipes/train.py --model=convnet --dataset=fashion_mnist --optimizer='adamw(global_clipnorm=1.0)' --decay
+    python recipes/train.py --workdir=runs/mine --resume     # continues where it stopped, on any backend and devices
+    python recipes/train.py --flagfile=flags/resnet18_fashion_2gpus.flags
     python recipes/train.py --help
 
-Expected of the first two: validation accuracy at least 0.96 on held-out digits, in less than a minute on two CPU cores.
-
-Copy this file into your project and change what you like: it is plain Keras around `runner`.
+Expected of the first two: validation accuracy of 0.975 on held-out digits, in less than a minute on two CPU cores. The
+losses are the same on every backend and number of devices: steps.jsonl has them.
 """
 
 import os
 
+from absl import app, flags
+
 import kerasdp
 
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
+flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
+flags.DEFINE_float("learning_rate", None, "Learning rate at the start. Default: the one of --optimizer.")
+flags.DEFINE_bool("decay", False, "Lower the learning rate to 0 along a cosine.")
+flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
+flags.DEFINE_string("model", "lenet", "mlp, lenet, convnet, resnet18, resnet50, or file.py:function.")
+flags.DEFINE_string("dataset", "digits", "digits, mnist, fashion_mnist, cifar10, 'images(size=(64,64))', ...")
+flags.DEFINE_string("data_dir", None, "Folder of the data set images, with a sub-folder per class.")
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
-def train(runner: "kerasdp.Runner") -> None:
-    """Runs in every worker process, after the backend is chosen."""
+
+def make_data():
+    """Loads images from 0 to 255, and their classes. `fit` also takes arrays, tf.data and DataLoaders."""
+    return kerasdp.load_data(FLAGS.dataset, FLAGS.data_dir)
+
+
+def make_model(input_shape, num_classes):
+    """Builds a model from images to logits. Return your Keras model instead, and remove --model."""
+    from kerasdp.models import convnet, lenet, mlp, resnet18, resnet50  # plain Keras
+
+    return kerasdp.build_model(FLAGS.model, input_shape, num_classes, [mlp, lenet, convnet, resnet18, resnet50])
+
+
+def make_optimizer(num_steps):
+    """Makes the optimizer of a run of `num_steps` steps."""
     import keras
 
-    config = runner.config
-    data = kerasdp.load_data(config.dataset, config.data_dir)
+    optimizer = kerasdp.make_optimizer(FLAGS.optimizer, FLAGS.learning_rate)
+    if FLAGS.decay:
+        optimizer.learning_rate = keras.optimizers.schedules.CosineDecay(float(optimizer.learning_rate), num_steps)
+    return optimizer
+
+
+def train(runner):
+    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
+    import keras
+
+    data = make_data()
     with runner.scope():
-        model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+        model = make_model(data.input_shape, data.num_classes)
         model.compile(
-            optimizer=kerasdp.make_optimizer(config.optimizer, config.learning_rate),
+            optimizer=make_optimizer(num_steps=FLAGS.epochs * -(-data.train.num_samples // FLAGS.batch_size)),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
-    # As Keras' `fit`; batch_size is the global batch, whatever the number of devices.
-    runner.fit(
-        model,
+    model.fit(
         data.train,
-        batch_size=config.batch_size,
-        epochs=config.epochs,
+        batch_size=FLAGS.batch_size,
+        epochs=FLAGS.epochs,
         validation_data=data.test,
+        callbacks=[],  # any of keras.callbacks, such as EarlyStopping(patience=3)
     )
-    kerasdp.export(model, os.path.join(config.workdir, "model.keras"))  # plain Keras
+    kerasdp.export(model, os.path.join(runner.config.workdir, "model.keras"))  # a file of plain Keras
+
+
+def main(argv):
+    """Runs in the process that was started."""
+    kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 
 if __name__ == "__main__":
-    kerasdp.main(train)
+    app.run(main)

@@ -5,7 +5,6 @@ import tempfile
 
 import pytest
 
-from kerasdp.errors import from_command_line
 from tests.helpers import BACKENDS, SERVERS
 
 # For the tests of code that is the same on every backend, which run in this process.
@@ -35,10 +34,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def messages_with_flags():
+def messages_with_flags(monkeypatch):
     """What is raised in this process names flags, as its text in the code does; programs choose for themselves."""
-    with from_command_line():
-        yield
+    monkeypatch.setenv("KERASDP_FROM_COMMAND_LINE", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

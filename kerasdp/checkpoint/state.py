@@ -33,7 +33,7 @@ Read = Callable[[keras.Model, list[Any], Callable[[Any], Any]], list[Any]]
 # What the identity of a run calls the digest of weights that its checkpoints leave out.
 FROZEN = "the frozen weights"
 # What two runs must have in common for one to resume the other.
-_FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate")
+_FLAGS = ("seed", "batch_norm")
 
 
 def variables_of(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, Any]:

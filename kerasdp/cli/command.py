@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import kerasdp
-from kerasdp.cli.main import PROGRAM, ending_with_a_line
 from kerasdp.config import BACKENDS, versions
-from kerasdp.errors import UserError
+from kerasdp.errors import RunError, UserError, say_flags, say_how_it_ends
 from kerasdp.processes.devices import is_installed
 from kerasdp.reporting.report import drop_stdout
 
@@ -41,9 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: where the exit code is not 0: 2 for a user's mistake, 1 for what has failed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    say_flags()
     try:
-        with ending_with_a_line():
-            _run(words)
+        _run(words)
+    except (RunError, KeyboardInterrupt) as error:
+        sys.exit(say_how_it_ends(error))
     except BrokenPipeError:  # `kerasdp list | head`: nobody reads on
         drop_stdout()
 
@@ -114,7 +115,6 @@ def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
         for name in (path.stem, path.name, f"flags/{path.name}")
         if not os.path.exists(name)  # else it is the user's
     }
-    os.environ[PROGRAM] = f"kerasdp {recipe.stem}"
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(recipe), *(named.get(flag, flag) for flag in given)])
 
@@ -170,10 +170,10 @@ def _with_imports(path: pathlib.Path) -> list[pathlib.Path]:
 # A process for each framework: in one, all of them would take memory of each GPU.
 _DEVICES = """
 from kerasdp.backends.{name}.devices import make_devices
-from kerasdp.cli.main import ending_with_a_line
 from kerasdp.config import Config
-with ending_with_a_line():
-    print(make_devices(Config(backend="{name}")))
+from kerasdp.errors import end_in_a_line
+end_in_a_line()
+print(make_devices(Config(backend="{name}")))
 """
 
 

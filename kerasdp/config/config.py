@@ -17,8 +17,6 @@ from kerasdp.config.choices import (
     COUNT,
     FOLDER,
     FROM_0,
-    NAME,
-    POSITIVE,
     SWITCH,
     Range,
     check_choices,
@@ -27,15 +25,12 @@ from kerasdp.config.choices import (
     documented,
     is_count,
     one_of,
-    parse,
 )
 from kerasdp.errors import UserError, redacted
 
 BACKENDS = ("torch", "jax", "tensorflow")
 BATCH_NORMS = ("sync", "replica")
 PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "float64")
-MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
 # The package of each comes with an extra of the tracker's name.
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Seconds.
@@ -45,7 +40,6 @@ CHECKPOINTS = "checkpoints"  # folder in the workdir
 # The groups of the flags.
 DEVICES = "Backend and devices"
 CUT = "Models cut over several devices"
-DATA = "Model and data"
 TRAINING = "Training"
 OUTPUT = "Output"
 FAULTS = "Checkpoints and faults"
@@ -56,9 +50,8 @@ FAULTS = "Checkpoints and faults"
 class Config:
     """All choices of a run. It cannot be changed; `dataclasses.replace` makes a changed copy.
 
-    `kerasdp.launch` takes one, and gives it to `train` as `runner.config`. A run does not read the fields of the model,
-    the data, the optimizer and the epochs itself: `kerasdp.build_model`, `kerasdp.load_data`, `kerasdp.make_optimizer`
-    and the recipes read them.
+    `kerasdp.launch` takes one, and passes it to `train` as `runner.config`. The model, the data, the optimizer and the
+    epochs are no choices of a run: `train` decides them.
 
     Raises:
         UserError: if a value is out of its range.
@@ -111,24 +104,12 @@ class Config:
         "a stage a device, with equal shares of the weights")
     split_size: int | None = choice(None, CUT, COUNT, "Samples per micro-batch.", "two micro-batches a stage")
 
-    model: str = choice("lenet", DATA, NAME,
-        f"{', '.join(MODELS)}, or your own: path/to/file.py:function or package.module:function, called as "
-        "f(input_shape=, num_classes=), which returns a Keras model that gives logits.")
-    dataset: str = choice("digits", DATA, NAME,
-        f"{', '.join(DATASETS)}, or your own: file.py:function, which returns (x_train, y_train), (x_test, y_test). "
-        "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
-    data_dir: str | None = choice(None, DATA, FOLDER,
-        "For the data set images alone: its folder, with a sub-folder per class.", "none", of_host=True)
-
     batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
     accumulate: int = choice(1, TRAINING, COUNT,
         "Micro-batches into which each device cuts its samples, one after the other, for batches larger than its "
         "memory. The gradient is the same; batch norm takes its statistics from each micro-batch.")
-    epochs: int = choice(20, TRAINING, COUNT, "Passes over the training data.")
-    max_steps: int | None = choice(None, TRAINING, COUNT, "Updates after which the run ends.", "it ends after --epochs")
-    optimizer: str = choice("sgd(learning_rate=0.03, momentum=0.9)", TRAINING, NAME,
-        "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
-    learning_rate: float | None = choice(None, TRAINING, POSITIVE, "Learning rate.", "that of --optimizer")
+    max_steps: int | None = choice(None, TRAINING, COUNT, "Updates after which the run ends.",
+        "it ends after its epochs")
     batch_norm: str = choice("sync", TRAINING, one_of(*BATCH_NORMS),
         "Statistics over the global batch (sync) or over each replica's shard of it (replica).")
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
@@ -174,7 +155,6 @@ class Config:
     def __post_init__(self) -> None:
         check_choices(self)
         _check_files(self)
-        _check_names(self)
         _check_strategy(self)
         for name, only, backends, instead in _OF_BACKENDS:
             value = getattr(self, name)
@@ -327,15 +307,6 @@ def _check_files(config: Config) -> None:
         raise UserError("--checkpoint_dir has no effect with --checkpoint_every=never: leave out one of them")
     if config.checkpoint_every == "never" and resumes:
         raise UserError(f"--{resumes} resumes from a checkpoint, but --checkpoint_every=never keeps none")
-
-
-def _check_names(config: Config) -> None:
-    """Raises if a name with arguments cannot be parsed, or there is nothing of that name."""
-    parse(config.optimizer, "optimizer")
-    for flag, known in (("model", MODELS), ("dataset", DATASETS)):
-        name, _ = parse(getattr(config, flag), flag)
-        if name not in known and ":" not in name:
-            raise UserError(f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
 
 
 def _check_strategy(config: Config) -> None:

@@ -89,9 +89,8 @@ def _load(text: str, data_dir: str | None) -> Dataset:
     if ":" in name:  # of the user
         function = choices.load_user_function(name, "dataset")
         return from_arrays(function(**arguments), text)
-    if name != "images" and name not in DATASETS:
-        known = ", ".join([*DATASETS, "images"])
-        raise UserError(f"--dataset: expected one of {known}, or file.py:function. Received: {name!r}")
+    if name not in DATASETS:
+        raise UserError(f"--dataset: expected one of {', '.join(DATASETS)}, or file.py:function. Received: {name!r}")
     try:
         return images(data_dir, **arguments) if name == "images" else DATASETS[name](**arguments)
     except (TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ class Facts:
         num_processes: worker processes.
         model: the model's name.
         data: name of the data set, if it has one.
-        unused: choices of which nothing was made: the model, the optimizer or the data are user-defined.
+        epochs: passes over the data.
         folder: where the files of this `fit` go; None: there are none.
         chance_loss: of a model that has learned nothing; None where that is not known.
     """
@@ -36,7 +36,7 @@ class Facts:
     num_processes: int
     model: str
     data: str = ""
-    unused: tuple[str, ...] = ()
+    epochs: int = 1
     folder: str | None = None
     chance_loss: float | None = None
 
@@ -48,8 +48,8 @@ class Facts:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Returns the choices of the run, in JSON; None for those of which nothing was made."""
-        return self.config.as_dict() | dict.fromkeys(self.unused)
+        """Returns what was chosen for the run, as JSON can hold it."""
+        return {"model": self.model, "dataset": self.data or None, "epochs": self.epochs} | self.config.as_dict()
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
 from kerasdp.keras_compat.layers import adapters_in_float64
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
-from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.keras_compat.saving import arguments_in_configs, save_optimizers_by_public_names
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
@@ -30,7 +29,7 @@ from kerasdp.keras_compat.settings import (
 from kerasdp.processes import signals, watchdog
 from kerasdp.processes.devices import Devices
 from kerasdp.reporting.report import Facts, say
-from kerasdp.run_state import Evaluated, RunState, is_made_of_choices
+from kerasdp.run_state import Evaluated, RunState
 from kerasdp.same import initial_weights
 from kerasdp.same.layer_calls import hook_layers
 from kerasdp.step.check import check_first_step
@@ -42,13 +41,6 @@ from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replic
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, first_of, make_reader, open_feed
-
-# The choices of which `build_model`, `make_optimizer` and `load_data` make a part of the training.
-_OF_PARTS = {
-    "model": ("model",),
-    "optimizer": ("optimizer", "learning_rate"),
-    "data": ("dataset", "data_dir"),
-}
 
 
 class Runner:
@@ -274,14 +266,14 @@ class Runner:
             batch_size = num_rows  # whatever it was told
         facts = Facts(
             # What is used, also where the arguments of `fit` say otherwise than the flags.
-            config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
+            config=dataclasses.replace(self.config, batch_size=batch_size),
             devices=str(self.devices),
             device_kind=self.devices.kind,
             num_devices=self.devices.count,
             num_processes=self.strategy.processes.num_processes,
             model=model.name,
             data=reader.name,
-            unused=_unused(model, reader),
+            epochs=self.state.epochs,
             folder=self.config.folder_of_fit(self._num_fits + 1),
             chance_loss=chance_loss(model),
         )
@@ -703,10 +695,3 @@ class Runner:
                 kept = checkpointer.last_good
                 known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"
                 raise NonFiniteLossError(f"{error}; {known}", error.step) from None
-
-
-def _unused(model: keras.Model, reader: Reader) -> tuple[str, ...]:
-    """Returns the choices of which nothing that is trained was made: that part is user-defined."""
-    parts = {"model": model, "optimizer": inner_optimizer(model.optimizer)}
-    is_used = {name: is_made_of_choices(part) for name, part in parts.items()} | {"data": bool(reader.name)}
-    return tuple(choice for name, choices in _OF_PARTS.items() if not is_used[name] for choice in choices)

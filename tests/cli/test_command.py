@@ -82,8 +82,8 @@ def test_copies_never_overwrite(tmp_path, capsys, monkeypatch):
 
 
 def test_copies_bring_what_they_import(tmp_path):
-    command.copy("finetune", str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"finetune.py", "text.py"}
+    command.copy("sweep", str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.py", "train.py"}
 
 
 @pytest.mark.proof
@@ -184,6 +184,7 @@ SHORT = {
     "custom_model": [],
     "from_scratch": ["--dataset=digits", "--batch_size=64", "--device=cpu", "--epochs=1"],
     "text": ["--device=cpu", "--max_steps=2"],
+    "tabular": ["--device=cpu", "--max_steps=2"],
     "sweep": ["--trials=2", "--model=mlp", "--device=cpu", "--max_steps=2"],
     "make_shards": ["shards"],
     "sharded": ["--data_dir=../by-name-make_shards/shards", "--device=cpu", "--max_steps=2"],
@@ -199,7 +200,7 @@ SHORT = {
     "parity": ["--device_counts=1", "--max_steps=2", "--device=cpu"],
     "bisection": ["--model=mlp", "--max_steps=1", "--device=cpu"],
     "pipeline": ["--model=mlp", "--split_sizes=32", "--repetitions=2", "--device=cpu"],
-    "gan": ["--batch_size=16", "--device=cpu", "--max_steps=2"],
+    "custom_loop": ["--batch_size=16", "--device=cpu", "--max_steps=2"],
     "diffusion": ["--batch_size=16", "--device=cpu", "--max_steps=2"],
     "cartpole": ["--device=cpu", "--max_steps=2"],
     "ray_train": ["--help"],  # Ray is not installed here; tests/hosts/test_ray.py runs it

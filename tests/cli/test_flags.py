@@ -6,7 +6,6 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.config.choices import choices_of
-from kerasdp.flags import OF_PROGRAMS
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 PROGRAM = PROGRAMS / "own_flags.py"
@@ -24,10 +23,7 @@ def test_help_lists_all_flags():
     """The flags of the program, and the arguments of `launch`."""
     text = run(PROGRAM, "--help").stdout
     listed = set(re.findall(r"^  --(?:\[no\])?(\w+): ", text, re.M))
-    assert listed == {known.flag for name, known in choices_of(Config).items() if name not in OF_PROGRAMS} | {
-        "learning_rate",
-        "sizes",
-    }
+    assert listed == {known.flag for known in choices_of(Config).values()} | {"learning_rate", "sizes"}
 
 
 @pytest.mark.parametrize(

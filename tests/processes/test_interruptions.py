@@ -179,7 +179,7 @@ _OF_JAX_AT_THE_END = re.compile(
 
 def judge(case, codes, pid):
     case.error = _OF_JAX_AT_THE_END.sub("", case.error)
-    is_early = case.moment == "starts" and "kerasdp/cli/main.py" not in case.error
+    is_early = case.moment == "starts" and "kerasdp/flags.py" not in case.error
     if is_early and "Traceback" in case.error:  # by Python itself: the program had not begun, in words of the kit
         case.moment, case.code = "Python starts", 130
     is_whole = len(losses_of(case.workdir)) == STEPS

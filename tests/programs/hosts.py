@@ -14,7 +14,7 @@ import numpy as np
 
 import kerasdp
 
-OWN = ("fails", "frozen", "own_step")
+OWN = ("fails", "frozen", "own_step", "dataset", "model", "optimizer", "learning_rate", "epochs")
 
 
 def loop(runner):
@@ -40,16 +40,18 @@ def train(settings, runner):
     from learn_classes import StepLosses
 
     rows = 200
-    data = kerasdp.load_data(runner.config.dataset, runner.config.data_dir)
+    data = kerasdp.load_data(settings.get("dataset", "digits"))
     x, y = data.train.inputs(np.arange(rows)), data.train.targets(np.arange(rows))[0]
     with runner.scope():
-        model = kerasdp.build_model(runner.config.model, data.input_shape, data.num_classes)
+        model = kerasdp.build_model(settings.get("model", "lenet"), data.input_shape, data.num_classes)
         metrics = ["accuracy"]
         if "frozen" in settings:
             next(layer for layer in model.layers if layer.weights).trainable = False
             metrics.append(keras.metrics.MeanIoU(64, sparse_y_pred=False))
         model.compile(
-            kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate),
+            kerasdp.make_optimizer(
+                settings.get("optimizer", "sgd(learning_rate=0.03, momentum=0.9)"), settings.get("learning_rate")
+            ),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=metrics,
         )
@@ -62,7 +64,7 @@ def train(settings, runner):
             if is_last and len(steps) == 5 and "fails" in settings:
                 raise ValueError("bad luck")
 
-    runner.fit(model, x, y, epochs=runner.config.epochs, callbacks=[losses, Steps()])
+    runner.fit(model, x, y, epochs=settings.get("epochs", 2), callbacks=[losses, Steps()])
     return {
         "losses": losses.values,
         "evaluate": runner.evaluate(model, x[::-1][:131], y[::-1][:131], return_dict=True),
@@ -74,7 +76,7 @@ def train(settings, runner):
 def main():
     settings = json.loads(sys.argv[1])
     fields = {name: value for name, value in settings.items() if name not in OWN}
-    fields = {"backend": "tensorflow", "device": "cpu", "verbose": 0, "batch_size": 61, "epochs": 2} | fields
+    fields = {"backend": "tensorflow", "device": "cpu", "verbose": 0, "batch_size": 61} | fields
     function = loop if "own_step" in settings else functools.partial(train, settings)
     print("RESULT", json.dumps(kerasdp.launch(function, kerasdp.Config(**fields))))
 

@@ -11,7 +11,7 @@ import jax
 
 from kerasdp.backends.jax import devices
 from kerasdp.config import Config
-from kerasdp.errors import RunError, from_command_line
+from kerasdp.errors import RunError, say_flags
 from kerasdp.processes import hardware
 from kerasdp.processes.devices import AlreadyStartedError, Devices
 
@@ -119,5 +119,5 @@ def hosts():
 
 
 if __name__ == "__main__":
-    with from_command_line():
-        print("RESULT " + json.dumps(globals()[sys.argv[1]]()))
+    say_flags()
+    print("RESULT " + json.dumps(globals()[sys.argv[1]]()))

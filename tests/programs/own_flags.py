@@ -19,8 +19,8 @@ def train(runner):
     return {"flags": seen, "config": [config.batch_size, config.precision, config.workdir, runner.num_replicas]}
 
 
-def main(arguments):
-    found = kerasdp.launch(train, **kerasdp.flags.values())
+def main(argv):
+    found = kerasdp.launch(train, **kerasdp.flags.values(argv))
     print("RESULT", json.dumps(found))
 
 

@@ -50,9 +50,10 @@ def main():
 
 
 def exit_code(settings):
-    config = kerasdp.Config(**({"device": "cpu", "log_every": 1, "verbose": 2} | settings))
+    settings = {"device": "cpu", "log_every": 1, "verbose": 2, "workers": 2} | settings
+    sys.argv = ["ray_train.py", *(f"--{name}={value}" for name, value in settings.items())]
     try:
-        ray_train.main(config, num_workers=2)
+        ray_train.main(ray_train.FLAGS(sys.argv))
     except kerasdp.RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

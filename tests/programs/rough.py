@@ -1,6 +1,6 @@
 """Trains a small model on a machine on which something goes wrong; tells where it is by files.
 
-python rough.py FOLDER FLAGS...: the flags of recipes/train.py. In FOLDER, `step-N` says that rank 0 is after that step.
+python rough.py FOLDER FLAGS... In FOLDER, `step-N` says that rank 0 is after that step.
 """
 
 import functools
@@ -10,8 +10,15 @@ import sys
 import time
 
 import numpy as np
+from absl import app, flags
 
 import kerasdp
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("epochs", 20, "Passes over the data.")
+flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Optimizer of Keras.")
+flags.DEFINE_float("learning_rate", None, "Learning rate.")
+kerasdp.flags.define()
 
 
 def train(folder, runner):
@@ -33,12 +40,12 @@ def train(folder, runner):
     with runner.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)])
         model.compile(
-            kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate),
+            kerasdp.make_optimizer(FLAGS.optimizer, FLAGS.learning_rate),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-    runner.fit(model, x, y, epochs=runner.config.epochs, callbacks=[Steps()])
+    runner.fit(model, x, y, epochs=FLAGS.epochs, callbacks=[Steps()])
 
 
 if __name__ == "__main__":
     _, place, *sys.argv[1:] = sys.argv
-    kerasdp.main(functools.partial(train, place))
+    app.run(lambda argv: kerasdp.launch(functools.partial(train, place), **kerasdp.flags.values(argv)))

@@ -11,6 +11,7 @@ import sys
 import time
 
 import numpy as np
+from absl import app
 
 import kerasdp
 
@@ -47,4 +48,5 @@ if __name__ == "__main__":
         kerasdp.launch(train, backend=backend, num_devices=int(count), device="cpu", verbose=0, **choices)
     else:
         sys.argv[1:] = given
-        kerasdp.main(train)
+        kerasdp.flags.define()
+        app.run(lambda argv: kerasdp.launch(train, **kerasdp.flags.values(argv)))

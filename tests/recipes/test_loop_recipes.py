@@ -1,4 +1,4 @@
-"""The recipes with their own loops, and the one for text: alike on all backends and counts, resumed in the middle."""
+"""The recipes with custom loops, of text and of a table: alike on all backends and counts, resumed in the middle."""
 
 import pytest
 
@@ -6,7 +6,13 @@ from tests.helpers import BACKENDS, losses_in, run
 
 # In float64: in float32 Adam makes much of round-off. A GAN's loss differs by 2e-3 after four steps on some machines.
 FLAGS = ("--device=cpu", "--precision=float64", "--log_every=1", "--verbose=0")
-OWN = {"gan": ["--batch_size=16"], "diffusion": ["--batch_size=16"], "cartpole": [], "text": ["--batch_size=8"]}
+OWN = {
+    "custom_loop": ["--batch_size=16"],
+    "diffusion": ["--batch_size=16"],
+    "cartpole": [],
+    "text": ["--batch_size=8"],
+    "tabular": [],
+}
 WAYS = [(name, count) for name in BACKENDS for count in (1, 2)]
 
 
@@ -25,7 +31,7 @@ def test_resumes_with_other_devices(recipe, tmp_path):
     found = trained(recipe, BACKENDS[0], 1, tmp_path, "--max_steps=2")
     resumed = trained(recipe, BACKENDS[-1], 2, tmp_path, "--max_steps=4", "--resume")
     assert resumed[:2] == found and len(resumed) == 4
-    assert (tmp_path / "made.png").exists() == (recipe in ("gan", "diffusion"))
+    assert (tmp_path / "generated.png").exists() == (recipe in ("custom_loop", "diffusion"))
     if recipe != "cartpole":
         whole = trained(recipe, BACKENDS[0], 1, tmp_path / "whole", "--max_steps=4")
         assert resumed == pytest.approx(whole, rel=1e-9)

@@ -49,10 +49,8 @@ def test_a_sweep_that_is_killed_continues(backend, tmp_path):
 def test_a_run_that_fails_is_a_line(tmp_path):
     """And the rest is trained; by a copy of the recipe in an empty folder, which searches something else."""
     text = (ROOT / "recipes" / "sweep.py").read_text()
-    begin, end = text.index("    return {\n"), text.index("def main(")
-    choice = (
-        '    return {"optimizer": trial.suggest_categorical("optimizer", ["adam", "sgd(learning_rate=1e30)"])}\n\n\n'
-    )
+    begin, end = text.index("    FLAGS.learning_rate ="), text.index("def main(")
+    choice = '    FLAGS.optimizer = trial.suggest_categorical("optimizer", ["adam", "sgd(learning_rate=1e30)"])\n\n\n'
     (tmp_path / "sweep.py").write_text(text[:begin] + choice + text[end:])
     shutil.copy(ROOT / "recipes" / "train.py", tmp_path)
     done = run("sweep.py", *SHORT[:-1], "--trials=6", "--workdir=s", cwd=tmp_path, PYTHONPATH=str(ROOT))

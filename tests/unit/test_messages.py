@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 
-import kerasdp
 from kerasdp import errors
 from kerasdp.config import Config
 from kerasdp.errors import UserError, WorkerError
@@ -42,13 +41,6 @@ def test_the_text_of_another_program_stays(in_python):
     assert str(WorkerError(text)) == text
 
 
-def test_only_while_the_command_line_runs(in_python, monkeypatch, capsys):
-    def train(config, backends, device_counts):
-        raise UserError("use --gpus=2")
-
-    monkeypatch.setattr("sys.argv", ["parity.py"])
-    with pytest.raises(SystemExit):
-        kerasdp.main(train, flags="parity")
-    assert capsys.readouterr().err == "error: use --gpus=2\n"
+def test_a_message_in_python_names_arguments(in_python):
     with pytest.raises(UserError, match="^num_devices: expected a whole number of at least 1. Received: 0$"):
         Config(num_devices=0)

@@ -214,9 +214,13 @@ def test_recipes_use_public_names_only():
         # The lesson shows what the engines do: each framework's gradient, and all of it in one file.
         is_lesson = path.name == "from_scratch.py"
         assert is_lesson or not roots(modules) & FRAMEWORKS, path
-        assert not [module for module in modules if module.startswith(("kerasdp.", "keras.src", "tests"))], path
-        # All that these do is in the recipe.
-        assert len(path.read_text().splitlines()) <= (175 if is_lesson else 125), path
+        assert not [
+            module
+            for module in modules
+            if module.startswith(("kerasdp.", "keras.src", "tests")) and not module.startswith("kerasdp.models")
+        ], path
+        # All that these do is in the recipe, and its flags.
+        assert len(path.read_text().splitlines()) <= (187 if is_lesson else 125), path
 
 
 def test_every_function_is_short():

@@ -1,12 +1,12 @@
-"""Trains a GAN, a custom loop: a critic with a gradient penalty, and a generator of digits.
+"""Trains a GAN with a custom loop: a critic with a gradient penalty, and a generator of digits (WGAN-GP).
 
-    python recipes/gan.py                                          # the first backend installed
-    python recipes/gan.py --backend=jax --gpus=2 --workdir=runs/gan
-    python recipes/gan.py --backend=torch --workdir=runs/gan --resume
+    python recipes/custom_loop.py                                          # the first backend installed
+    python recipes/custom_loop.py --backend=jax --gpus=2 --workdir=runs/loop
+    python recipes/custom_loop.py --backend=torch --workdir=runs/loop --resume
 
 Expected of the first: 460 steps in a few minutes on two CPU cores, after which the distance that the critic sees
-between real and made digits has fallen from above 10 to about 2. With --workdir made.png shows a hundred made ones.
-Steps, and so the curve, are the same on all backends and numbers of devices, up to round-off, which a GAN amplifies.
+between real and generated digits has fallen from above 10 to about 2. generated.png in the workdir shows a hundred.
+Steps, and so the curve, are the same on all backends and numbers of devices, up to rounding, which a GAN amplifies.
 
 Each step updates the critic three times and the generator once, on all devices. The step is one function, written with
 Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your project and change what you like.
@@ -20,8 +20,8 @@ import kerasdp
 
 NOISE, CRITIC_UPDATES = 32, 3
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.")
-flags.DEFINE_integer("epochs", 20, "Passes over the training data.")
+flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
+flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_string("dataset", "digits", "digits, fashion_mnist, mnist, cifar10, ...")
 kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
 
@@ -46,8 +46,8 @@ def build(image_shape: tuple[int, int, int]):
     return generator, keras.Model(images, layers.Dense(1)(x), name="critic")
 
 
-def train(runner: "kerasdp.Runner") -> float:
-    """Runs in every worker process, after the backend is chosen."""
+def train(runner):
+    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
     import keras
     import numpy as np
     from keras import ops
@@ -56,47 +56,47 @@ def train(runner: "kerasdp.Runner") -> float:
     data = kerasdp.load_data(FLAGS.dataset)
     with runner.scope():
         generator, critic = build(data.input_shape)
-        of_generator, of_critic = (keras.optimizers.Adam(1e-3, beta_1=0.5, beta_2=0.9) for _ in range(2))
+        g_optimizer, c_optimizer = (keras.optimizers.Adam(1e-3, beta_1=0.5, beta_2=0.9) for _ in range(2))
         seeds = keras.random.SeedGenerator(config.seed)
         distance = keras.metrics.Mean(name="distance")
-    of_generator.build(generator.trainable_variables)
-    of_critic.build(critic.trainable_variables)
+    g_optimizer.build(generator.trainable_variables)
+    c_optimizer.build(critic.trainable_variables)
 
     def noise_for(images):
         return keras.random.normal((ops.shape(images)[0], NOISE), seed=seeds)
 
     def update_critic(real):
-        made = ops.stop_gradient(generator(noise_for(real), training=True))
-        share = keras.random.uniform((ops.shape(real)[0], 1, 1, 1), seed=seeds)
+        fake = ops.stop_gradient(generator(noise_for(real), training=True))
+        alpha = keras.random.uniform((ops.shape(real)[0], 1, 1, 1), seed=seeds)
 
-        def loss_of():
-            slope_of = kerasdp.value_and_grad(lambda mixed: ops.sum(critic(mixed, training=True)))
-            _, slope = slope_of(share * real + (1 - share) * made)
-            steepness = ops.sqrt(ops.sum(ops.square(slope), axis=(1, 2, 3)) + 1e-12)
-            seen = ops.mean(critic(real, training=True)) - ops.mean(critic(made, training=True))
-            return 10.0 * ops.mean(ops.square(steepness - 1)) - seen, seen
+        def critic_loss():
+            critic_and_grad = kerasdp.value_and_grad(lambda images: ops.sum(critic(images, training=True)))
+            _, gradient = critic_and_grad(alpha * real + (1 - alpha) * fake)
+            grad_norm = ops.sqrt(ops.sum(ops.square(gradient), axis=(1, 2, 3)) + 1e-12)
+            wasserstein = ops.mean(critic(real, training=True)) - ops.mean(critic(fake, training=True))
+            return 10.0 * ops.mean(ops.square(grad_norm - 1)) - wasserstein, wasserstein
 
-        (loss, seen), gradients = kerasdp.value_and_grad(loss_of, critic.trainable_variables, has_aux=True)()
-        of_critic.apply(gradients, critic.trainable_variables)
-        return loss, seen
+        (loss, wasserstein), gradients = kerasdp.value_and_grad(critic_loss, critic.trainable_variables, has_aux=True)()
+        c_optimizer.apply(gradients, critic.trainable_variables)
+        return loss, wasserstein
 
     @runner.step
     def train_step(batch):
         real = ops.cast(batch[0], keras.config.floatx()) / 127.5 - 1  # the labels are not needed
         for _ in range(CRITIC_UPDATES):
-            loss, seen = update_critic(real)
-        distance.update_state(seen)
+            loss, wasserstein = update_critic(real)
+        distance.update_state(wasserstein)
         noise = noise_for(real)
 
-        def loss_of():
+        def generator_loss():
             return -ops.mean(critic(generator(noise, training=True), training=True))
 
-        made, gradients = kerasdp.value_and_grad(loss_of, generator.trainable_variables)()
-        of_generator.apply(gradients, generator.trainable_variables)
-        return {"loss": loss, "generator": made, "distance": distance.result()}
+        g_loss, gradients = kerasdp.value_and_grad(generator_loss, generator.trainable_variables)()
+        g_optimizer.apply(gradients, generator.trainable_variables)
+        return {"loss": loss, "generator": g_loss, "distance": distance.result()}
 
     runner.checkpoint(
-        models=[generator, critic], optimizers=[of_generator, of_critic], metrics=distance, variables=seeds
+        models=[generator, critic], optimizers=[g_optimizer, c_optimizer], metrics=distance, variables=seeds
     )
     for batch in runner.batches(data.train, batch_size=FLAGS.batch_size, epochs=FLAGS.epochs):
         if batch.number == 0:
@@ -104,21 +104,21 @@ def train(runner: "kerasdp.Runner") -> float:
         logs = train_step(batch)
         runner.log(logs)
 
-    make = runner.step(lambda noise: generator(noise, training=False), returns="rows")
+    generate = runner.step(lambda noise: generator(noise, training=False), returns="rows")
     noise = np.random.RandomState(config.seed).normal(size=(100, NOISE)).astype(keras.config.floatx())
-    made = ops.convert_to_numpy(make(noise))
+    images = ops.convert_to_numpy(generate(noise))
     if runner.is_chief and config.workdir is not None:
         height, width, channels = data.input_shape
-        rows = made.reshape(10, 10, height, width, channels).transpose(0, 2, 1, 3, 4)
-        path = os.path.join(config.workdir, "made.png")
+        rows = images.reshape(10, 10, height, width, channels).transpose(0, 2, 1, 3, 4)
+        path = os.path.join(config.workdir, "generated.png")
         keras.utils.save_img(path, rows.reshape(10 * height, 10 * width, channels))
-        print(f"made digits: {path}")
+        print(f"generated digits: {path}")
     return float(distance.result())
 
 
-def main(_) -> None:
+def main(argv):
     """Runs in the process that was started."""
-    kerasdp.launch(train, **kerasdp.flags.values())
+    kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 
 if __name__ == "__main__":
