@@ -18,50 +18,56 @@ All train with SGD, random images, and, on several devices, batch norm on each d
 frameworks do by default; --batch_norm=sync is for those that can, and measures kerasdp against itself without it (the
 peer `replica-norm`). Virtual CPU devices share the cores: expect no gain from more of them. Run nothing else meanwhile.
 
-Of the flags of training these are taken, too: --model, --dataset, --data_dir, --batch_size, --precision, --device,
---compile, --batch_norm, --deterministic, --seed, --workdir.
+--help lists all flags; of those of training the contenders can take a few.
 """
 
-import argparse
-import sys
-
-from contenders import PEERS, SHAPES
+from absl import app, flags
+from contenders import PEERS, SHAPES, Task
 from measure import compare
 
 import kerasdp
-from kerasdp.cli.main import Recipe, ending_with_a_line, read
 from kerasdp.processes.devices import choose_backend
 
-TAKEN = Recipe(
-    takes=["model", "dataset", "data_dir", "batch_size", "precision", "device", "compile",
-           "batch_norm", "deterministic", "seed", "workdir"],
-    # What all contenders can train; and what the frameworks do by themselves.
-    defaults={"model": "convnet", "batch_norm": "replica"},
+FLAGS = flags.FLAGS
+flags.DEFINE_string("model", "convnet", f"{', '.join(SHAPES)}, or another model of kerasdp or your own, without loops.")
+flags.DEFINE_string("dataset", None, "Of another model than the loops': a data set of kerasdp. Default: digits.")
+flags.DEFINE_string("data_dir", None, "The folder of the data set images.")
+flags.DEFINE_list("backends", None, "Default: all that are installed.")
+flags.DEFINE_list("device_counts", ["1"], "Numbers of devices.")
+flags.DEFINE_list("peers", None, f"Some of {', '.join(PEERS)}; or none. Default: all that can train the same.")
+flags.DEFINE_integer("rounds", 5, "How often each is measured, in turn.")
+flags.DEFINE_integer("steps_per_round", 20, "Training steps of each round.")
+# What all contenders can train; and batch norm as the frameworks do it by themselves.
+kerasdp.flags.define(
+    "batch_size", "precision", "device", "compile", "batch_norm", "deterministic", "seed", "workdir",
+    batch_norm="replica",
 )  # fmt: skip
 
 
-def parsed(arguments: list[str]) -> tuple[kerasdp.Config, list[str] | None, list[int], list[str] | None, int, int]:
-    """Returns what `measure.compare` gets. `arguments`: of the command line, without the program's name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--backends", help="comma-separated; default: all that are installed")
-    parser.add_argument("--device_counts", default="1", help="numbers of devices, comma-separated")
-    parser.add_argument("--peers", help=f"some of {', '.join(PEERS)}; or none; default: all that can train the same")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured, in turn")
-    parser.add_argument("--steps_per_round", type=int, default=20, help="training steps of each round")
-    own, others = parser.parse_known_args(arguments)
-    given = read([sys.argv[0], *others], TAKEN)
-    if given["model"] in SHAPES and "dataset" in given:
-        raise kerasdp.UserError(f"--dataset has no effect here: {given['model']} is measured on random images")
-    counts = own.device_counts.split(",")
-    if not all(text.strip().isdecimal() and int(text) for text in counts) or min(own.rounds, own.steps_per_round) < 1:
-        parser.error("--device_counts, --rounds, --steps_per_round: expected numbers of at least 1")
-    backends = [choose_backend(name.strip()) for name in own.backends.split(",")] if own.backends else None
-    peers = None if own.peers is None else [name.strip() for name in own.peers.split(",") if name.strip() != "none"]
-    return kerasdp.Config(**given), backends, [int(text) for text in counts], peers, own.rounds, own.steps_per_round
+def given() -> tuple[kerasdp.Config, Task, list[str] | None, list[int], list[str] | None, int, int]:
+    """Returns what `measure.compare` gets, as the flags say."""
+    config = kerasdp.Config(**kerasdp.flags.values() | {"workdir": FLAGS.workdir})  # None: no files
+    task = Task(FLAGS.model, FLAGS.dataset, FLAGS.data_dir)
+    if task.model not in SHAPES:
+        task = task._replace(dataset=task.dataset or "digits")
+    elif task.dataset or task.data_dir:
+        name = "dataset" if task.dataset else "data_dir"
+        raise kerasdp.UserError(f"--{name} has no effect here: {task.model} is measured on random images")
+    counts, rounds, steps = FLAGS.device_counts, FLAGS.rounds, FLAGS.steps_per_round
+    if not all(text.isdecimal() and int(text) for text in counts) or min(rounds, steps) < 1:
+        raise kerasdp.UserError("--device_counts, --rounds, --steps_per_round: expected numbers of at least 1")
+    backends = [choose_backend(name) for name in FLAGS.backends] if FLAGS.backends else None
+    peers = None if FLAGS.peers is None else [name for name in FLAGS.peers if name != "none"]
+    return config, task, backends, [int(text) for text in counts], peers, rounds, steps
+
+
+def main(arguments: list[str]) -> None:
+    """Measures what the flags say."""
+    choices = given()
+    if arguments[1:]:
+        raise kerasdp.UserError(f"expected flags only. Received: {arguments[1]!r}; --help lists all flags")
+    compare(*choices)
 
 
 if __name__ == "__main__":
-    with ending_with_a_line():
-        compare(*parsed(sys.argv[1:]))
+    app.run(main)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
@@ -35,7 +35,19 @@ SHAPES = {"convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 
 NUM_SAMPLES = 4096
 # What torch, jax and TensorFlow say of a device, and kerasdp of any.
 _WITHOUT_MEMORY = re.compile(r"out of memory|OOM when|RESOURCE_EXHAUSTED|too little memory", re.IGNORECASE)
-OPTIMIZER = "sgd(learning_rate=0.01, momentum=0.9)"
+
+
+class Task(NamedTuple):
+    """The names of a model, and of a data set for one that is not in `SHAPES`, with its folder if it is `images`."""
+
+    model: str
+    dataset: str | None = None
+    data_dir: str | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        """Returns the flags that name them to a program."""
+        return [f"--{name}={value}" for name, value in self._asdict().items() if value]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -75,12 +87,13 @@ class Contender(Way):
 
 
 def choose(
-    config: Config, backends: list[str], device_counts: list[int], peers: list[str] | None, steps: int
+    config: Config, task: Task, backends: list[str], device_counts: list[int], peers: list[str] | None, steps: int
 ) -> list[Contender]:
     """Returns the contenders: kerasdp on each backend and device count, then those peers that can do the same.
 
     Args:
-        config: what is trained.
+        config: how it is trained.
+        task: what is trained.
         backends: of the kit; also of the peers, where `peers` does not name them.
         device_counts: numbers of devices.
         peers: names in `PEERS`; None: all that fit; empty: the kit alone.
@@ -94,7 +107,7 @@ def choose(
     for count in device_counts:
         if config.batch_size % count:
             raise UserError(f"--batch_size: expected a multiple of {count} devices. Received: {config.batch_size}")
-    if config.model in SHAPES and config.batch_size > NUM_SAMPLES:
+    if task.model in SHAPES and config.batch_size > NUM_SAMPLES:
         raise UserError(f"--batch_size: expected at most {NUM_SAMPLES} here. Received: {config.batch_size}")
     names = [name for name in PEERS if PEERS[name][0] in (None, *backends) and name != "own-loop"]
     names = names if peers is None else peers
@@ -106,19 +119,19 @@ def choose(
             raise UserError(f"--peers: {name} needs {framework}, which is not installed")
         if name == "replica-norm" and config.batch_norm != "sync":
             raise UserError("--peers: replica-norm is what --batch_norm=sync is measured against; add that")
-        if framework and config.model not in SHAPES:
+        if framework and task.model not in SHAPES:
             raise UserError(
-                f"--peers: {name} trains {', '.join(SHAPES)}; of {config.model} only keras and own-loop can take part, "
+                f"--peers: {name} trains {', '.join(SHAPES)}; of {task.model} only keras and own-loop can take part, "
                 "and, with --batch_norm=sync, replica-norm"
             )
-    if config.model not in SHAPES:
+    if task.model not in SHAPES:
         names = [name for name in names if PEERS[name][0] is None]
     found = []
     for count in device_counts:
-        found += [_kit(config, backend, count, steps) for backend in backends]
+        found += [_kit(config, task, backend, count, steps) for backend in backends]
         for name in names:
             if _takes_part(name, config, count):
-                found += [_peer(name, backend, config, count, steps) for backend in _backends(name, backends)]
+                found += [_peer(name, backend, config, task, count, steps) for backend in _backends(name, backends)]
     return found
 
 
@@ -133,11 +146,11 @@ def _backends(name: str, backends: list[str]) -> list[str]:
     return [framework] if framework else backends
 
 
-def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
-    changes: dict[str, Any] = {"backend": backend, "num_devices": count, "optimizer": OPTIMIZER}
-    if config.model in SHAPES:
+def _kit(config: Config, task: Task, backend: str, count: int, steps: int) -> Contender:
+    changes: dict[str, Any] = {"backend": backend, "num_devices": count}
+    if task.model in SHAPES:
         size = config.batch_size * (NUM_SAMPLES // config.batch_size)
-        changes["dataset"] = f"synthetic(shape={SHAPES[config.model]}, num_samples={size})"
+        task = task._replace(dataset=f"synthetic(shape={SHAPES[task.model]}, num_samples={size})")
     if count == 1:
         changes["batch_norm"] = "sync"
     if backend != "torch":
@@ -148,27 +161,25 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
     settings = dataclasses.replace(config, **changes)
     program = os.path.join(FOLDER, "kit_loop.py")
     words = ("--config", json.dumps(settings.as_dict()), f"--backend={backend}", f"--steps={steps}")
-    command = (sys.executable, program, *words)
+    command = (sys.executable, program, *words, *task.flags)
     return Contender(name=f"kerasdp-{backend}", backend=backend, num_devices=count, command=command)
 
 
-def _peer(name: str, backend: str, config: Config, count: int, steps: int) -> Contender:
+def _peer(name: str, backend: str, config: Config, task: Task, count: int, steps: int) -> Contender:
     if name == "own-loop":
-        kit = _kit(config, backend, count, steps)
+        kit = _kit(config, task, backend, count, steps)
         return dataclasses.replace(kit, name=f"{name}-{backend}", command=(*kit.command, "--loop"))
     if name == "replica-norm":
-        kit = _kit(dataclasses.replace(config, batch_norm="replica"), backend, count, steps)
+        kit = _kit(dataclasses.replace(config, batch_norm="replica"), task, backend, count, steps)
         return dataclasses.replace(kit, name=f"{name}-{backend}")
     _, file, extra = PEERS[name]
     flags = {
-        "model": config.model, "batch_size": config.batch_size, "devices": count, "steps": steps,
-        "precision": config.precision, "device": config.device, "batch_norm": config.batch_norm,
+        "batch_size": config.batch_size, "devices": count, "steps": steps, "precision": config.precision,
+        "device": config.device, "batch_norm": config.batch_norm,
     }  # fmt: skip
     if name == "keras":
         name, extra = f"keras-{backend}", [f"--backend={backend}"]
-        if config.model not in SHAPES:
-            extra += [f"--dataset={config.dataset}"] + ([f"--data_dir={config.data_dir}"] if config.data_dir else [])
-    words = [os.path.join(FOLDER, file), *(f"--{flag}={value}" for flag, value in flags.items()), *extra]
+    words = [os.path.join(FOLDER, file), *(f"--{flag}={value}" for flag, value in flags.items()), *task.flags, *extra]
     return Contender(name=name, backend=backend, num_devices=count, command=(sys.executable, *words))
 
 

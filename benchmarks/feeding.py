@@ -49,7 +49,7 @@ def write_images(folder: str) -> None:
         coarse.resize((256, 256)).save(os.path.join(place, f"{index}.jpg"), quality=90)
 
 
-def train(runner: "kerasdp.Runner") -> dict[str, float]:
+def train(folder: str, runner: "kerasdp.Runner") -> dict[str, float]:
     """Runs in every worker: images a second of each kind."""
     import keras
 
@@ -67,7 +67,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
             pass
 
     found = {"arrays": rate(NUM_SAMPLES, lambda: all_of(kerasdp.ArraySource(x, y)))}
-    paths, labels, _ = list_images(config.data_dir)
+    paths, labels, _ = list_images(folder)
     read = functools.partial(read_image, size=SIZE, channels=3)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found["cores"] = rate(NUM_IMAGES, lambda: list(pool.map(read, paths)))
@@ -77,7 +77,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
     found["folder"] = rate(NUM_IMAGES, lambda: all_of(records))
 
     with runner.scope():
-        model = kerasdp.build_model(config.model, x.shape[1:], NUM_CLASSES)
+        model = kerasdp.build_model("resnet18", x.shape[1:], NUM_CLASSES)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     used = slice(0, config.batch_size * 3)
     runner.fit(model, x[used], y[used], epochs=4)
@@ -85,9 +85,9 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
     return found
 
 
-def main(runner: "kerasdp.Runner") -> None:
+def main(folder: str, runner: "kerasdp.Runner") -> None:
     """Prints the figures."""
-    found = train(runner)
+    found = train(folder, runner)
     if runner.is_chief:
         times = found["arrays"] / found["resnet18"]
         print(f"arrays             {found['arrays']:12,.0f} images/s")
@@ -99,10 +99,10 @@ def main(runner: "kerasdp.Runner") -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         write_images(folder)
-        config = kerasdp.Config(model="resnet18", data_dir=folder, verbose=0)
         flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         flags.add_argument("--backend")
         flags.add_argument("--gpus", type=int)
         flags.add_argument("--batch_size", type=int, default=64)
         args = flags.parse_args()
-        kerasdp.launch(main, config, backend=args.backend, num_devices=args.gpus, batch_size=args.batch_size)
+        settings = {"backend": args.backend, "num_devices": args.gpus, "batch_size": args.batch_size, "verbose": 0}
+        kerasdp.launch(functools.partial(main, folder), **settings)

@@ -65,14 +65,13 @@ def make_task(args: Any) -> tuple[Any, Any, np.ndarray]:
         import keras_models
 
         return keras_models.make_model(args), *protocol.make_data(args)
-    config = kerasdp.Config(model=args.model, dataset=args.dataset or "digits", data_dir=args.data_dir)
     if args.dataset is None:
         x, y = protocol.make_data(args)
-        return kerasdp.build_model(config.model, x.shape[1:], protocol.NUM_CLASSES), x, y
-    data = kerasdp.load_data(config.dataset, config.data_dir)
+        return kerasdp.build_model(args.model, x.shape[1:], protocol.NUM_CLASSES), x, y
+    data = kerasdp.load_data(args.dataset, args.data_dir)
     indices = np.arange(data.train.num_samples)
     x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
-    return kerasdp.build_model(config.model, x.shape[1:], data.num_classes), x, y
+    return kerasdp.build_model(args.model, x.shape[1:], data.num_classes), x, y
 
 
 def choose_precision(args: Any) -> None:
@@ -142,14 +141,16 @@ def peak_memory() -> int:
 
 def main() -> None:
     """Runs one process on one device."""
-    flags = protocol.parser(__doc__)
+    flags = protocol.parser(__doc__, models=None)
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--jit_compile", default="auto", choices=["auto", "on", "off"], help="of compile")
-    flags.add_argument("--dataset", help="a data set of kerasdp; default: random images")
+    flags.add_argument("--dataset", help="a data set of kerasdp; default, of the loops' models: random images")
     flags.add_argument("--data_dir", help="the folder of its files")
     args = protocol.parse(flags)
     if args.devices > 1:
         flags.error("plain fit: one device")
+    if args.dataset is None and args.model not in protocol.SHAPES:
+        flags.error(f"--dataset is needed: there are random images for {', '.join(protocol.SHAPES)} only")
     os.environ |= {"KERAS_BACKEND": args.backend, "TF_CPP_MIN_LOG_LEVEL": "2"}
     device = choose_device(args)
     fit = Fit(args)

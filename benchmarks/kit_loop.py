@@ -3,8 +3,8 @@
     echo | python benchmarks/kit_loop.py --backend=torch --model=gpt --vocabulary=2000 --batch_size=32 --devices=2
     python benchmarks/kit_loop.py --backend=jax --model=resnet18 --batch_size=4 --devices=4 --traffic < /dev/null
 
-The contender beside the hand-written loops, with their flags: a model of keras_models.py, or a built-in one. Or, as
-`compare.py` starts it, what a whole `kerasdp.Config` says, in JSON.
+The contender beside the hand-written loops, with their flags: a model of keras_models.py, a built-in one, or the
+user's. Or, as `compare.py` starts it, trained as a whole `kerasdp.Config` says, in JSON.
 """
 
 import functools
@@ -20,7 +20,6 @@ import protocol
 import traffic
 
 import kerasdp
-from kerasdp.config import MODELS
 
 WITHOUT_BATCH_NORM = ("lenet", "mlp", "gpt", "bert", "vit", "llama", "tagger", "unet")
 
@@ -48,13 +47,13 @@ class ComputedTokens:
 
 def make_task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[], Any]]:
     """Returns the samples, in full batches only, their labels, and what builds the model."""
-    if args.model in MODELS:
-        data = kerasdp.load_data(config.dataset, config.data_dir)
+    if args.model not in protocol.WIDTHS:
+        data = kerasdp.load_data(args.dataset, args.data_dir)
         indices = np.arange(data.train.num_samples // config.batch_size * config.batch_size)
         if not len(indices):
             raise kerasdp.UserError(f"--batch_size: expected at most {data.train.num_samples}, the samples there are")
         x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
-        return x, y, functools.partial(kerasdp.build_model, config, data.input_shape, data.num_classes)
+        return x, y, functools.partial(kerasdp.build_model, args.model, data.input_shape, data.num_classes)
     import keras_models
 
     build = functools.partial(keras_models.make_model, args)
@@ -67,6 +66,7 @@ def make_task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callab
 
 def train(args: Namespace, count: Any, started: float, folder: str | None, runner: "kerasdp.Runner") -> None:
     """Runs in every worker process. `count`: of `protocol.traffic_of`; `folder`: of `protocol.passing_lines_on`."""
+    import keras
     import keras_models
 
     protocol.resize(args)  # of a worker, too
@@ -76,7 +76,8 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
     x, y, build = make_task(args, config)
     with runner.scope():
         model = build()
-        model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), **keras_models.make_loss(args))
+        optimizer = keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM)
+        model.compile(optimizer, **keras_models.make_loss(args))
     before = protocol.memory_now()
 
     train_own = make_own_loop(runner, model, x, y) if args.loop else None
@@ -167,33 +168,30 @@ def make_config(args: Namespace) -> kerasdp.Config:
     if args.config:
         return kerasdp.Config(**json.loads(args.config))
     has_norm = args.model not in WITHOUT_BATCH_NORM and args.devices > 1
-    dataset = args.dataset
-    if args.size == "real":
-        size = protocol.REAL[args.model]
-        dataset = f"synthetic(shape={size.shape}, num_classes={size.num_classes}, num_samples={size.num_samples})"
-    choices = {"model": args.model, "dataset": dataset} if args.model in MODELS else {}
     return kerasdp.Config(
         backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
         device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,
-        optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
         compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never", shard=args.shard,
-        **choices,
     )  # fmt: skip
 
 
 def main() -> None:
     """Starts the run."""
-    flags = protocol.parser(__doc__, models=[*protocol.WIDTHS, *MODELS])
+    flags = protocol.parser(__doc__, models=None)
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--compile", default="on", choices=["on", "off"], help="of torch")
     flags.add_argument("--shard", default="none", choices=["none", "optimizer", "weights"])
     flags.add_argument("--loop", action="store_true", help="a custom loop, instead of fit")
     flags.add_argument("--samples", type=int, help="of gpt: how many there are, each computed from its number")
-    flags.add_argument("--dataset", default="synthetic", help="of a built-in model")
-    flags.add_argument("--config", help="a kerasdp.Config in JSON, instead of other flags but --backend and --steps")
+    flags.add_argument("--dataset", default="synthetic", help="of a model that is none of keras_models.py")
+    flags.add_argument("--data_dir", help="the folder of its files")
+    flags.add_argument("--config", help="a kerasdp.Config in JSON, instead of the flags of how it is trained")
     args = protocol.parse(flags)
     if args.samples and args.model != "gpt":
         flags.error("--samples: for gpt")
+    if args.size == "real":
+        size = protocol.REAL[args.model]
+        args.dataset = f"synthetic(shape={size.shape}, num_classes={size.num_classes}, num_samples={size.num_samples})"
     config = make_config(args)
     count = protocol.traffic_of(args, args.backend)  # before jax makes its devices
     num_ranks = config.num_devices or 1 if args.backend == "torch" else 1

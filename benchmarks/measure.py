@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from contenders import SHAPES, Contender, Program, Way, choose
+from contenders import SHAPES, Contender, Program, Task, Way, choose
 
 from kerasdp.config import BACKENDS, Config, versions
 from kerasdp.errors import RunError
@@ -161,6 +161,7 @@ def run(contenders: list[Contender], rounds: int, steps: int, batch_size: int) -
 
 def compare(
     config: Config,
+    task: Task,
     backends: list[str] | None,
     device_counts: list[int],
     peers: list[str] | None,
@@ -170,7 +171,8 @@ def compare(
     """Measures the kit and its peers side by side; prints a table, and writes JSON and pictures into the workdir.
 
     Args:
-        config: what is trained; `workdir` may be None.
+        config: how it is trained; `workdir` may be None.
+        task: what is trained.
         backends: of the kit; None: all that are installed.
         device_counts: numbers of devices.
         peers: names in `PEERS`; None: all that fit; empty: the kit alone.
@@ -185,7 +187,7 @@ def compare(
         RunError: if nothing could be measured.
     """
     backends = backends or [name for name in BACKENDS if is_installed(name)]
-    contenders = choose(config, backends, device_counts, peers, steps)
+    contenders = choose(config, task, backends, device_counts, peers, steps)
     found = run(contenders, rounds, steps, config.batch_size)
     if all(measured.error for measured in found):
         raise RunError(f"none of the contenders could be measured: {found[0].error}")
@@ -194,15 +196,15 @@ def compare(
     gpu = next((name for name in named if name != "cpu"), "")
     for measured in found:
         measured.mfu = utilization(measured, flops, config.precision)
-    print("\n".join(table(config, found, rounds, steps, gpu)), flush=True)
+    print("\n".join(table(config, task, found, rounds, steps, gpu)), flush=True)
     if config.workdir is not None:
-        write(config.workdir, config, found, rounds, steps, gpu)
+        write(config.workdir, config, task, found, rounds, steps, gpu)
     return found
 
 
-def table(config: Config, measured: list[Measured], rounds: int, steps: int, gpu: str) -> list[str]:
+def table(config: Config, task: Task, measured: list[Measured], rounds: int, steps: int, gpu: str) -> list[str]:
     """Returns the table that is printed."""
-    model = config.model if config.model in SHAPES else f"{config.model} on {config.dataset}"
+    model = task.model if task.model in SHAPES else f"{task.model} on {task.dataset}"
     norm = f" | batch norm {config.batch_norm}" if any(one.num_devices > 1 for one in measured) else ""
     lines = [
         "",
@@ -240,12 +242,14 @@ def fastest(measured: list[Measured]) -> list[str]:
     return lines
 
 
-def write(workdir: str, config: Config, measured: list[Measured], rounds: int, steps: int, gpu: str) -> None:
+def write(
+    workdir: str, config: Config, task: Task, measured: list[Measured], rounds: int, steps: int, gpu: str
+) -> None:
     """Writes benchmark.json and the charts."""
     os.makedirs(workdir, exist_ok=True)
     machine = {"gpu": gpu, "cores": os.cpu_count(), "platform": platform.platform(), "versions": versions()}
     content = {
-        "config": config.as_dict(), "rounds": rounds, "steps_per_round": steps, "machine": machine,
+        "config": config.as_dict() | task._asdict(), "rounds": rounds, "steps_per_round": steps, "machine": machine,
         "contenders": [one.as_dict() for one in measured], "ratios": ratios(measured), "speedups": speedups(measured),
     }  # fmt: skip
     with open(os.path.join(workdir, "benchmark.json"), "w") as file:

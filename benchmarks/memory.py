@@ -64,7 +64,7 @@ def train(runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int
             return next(int(line.split()[1]) / 1e3 for line in file if line.startswith(which))
 
     with runner.scope():
-        model = gpt(*shape) if name == "gpt" else kerasdp.build_model(runner.config.model, (64, 64, 3), 10)
+        model = gpt(*shape) if name == "gpt" else kerasdp.build_model(name, (64, 64, 3), 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-4), loss)
     times: list[float] = []
@@ -98,8 +98,6 @@ def main() -> None:
     shape = args.dim, args.blocks, args.length, args.words
     run = functools.partial(train, name=args.model, shape=shape, rows=args.rows, steps=args.steps)
     settings = {"backend": args.backend, "device": args.device, "num_devices": args.devices, "batch_size": args.rows}
-    if args.model != "gpt":
-        settings["model"] = args.model
     print("| choices | measured | step |\n|---|---|---|")
     left_out = {"shard"} if args.devices == 1 else set()
     if args.device == "cpu":  # most have no arithmetic of bfloat16: PyTorch takes minutes a step

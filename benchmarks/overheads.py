@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> None:
+def train(model_name: str, folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> None:
     """Runs in every worker."""
     import keras
 
@@ -42,7 +42,7 @@ def train(folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> Non
     count = config.batch_size * steps
     x, y = numbers.integers(0, 256, (count, 28, 28, 1), "uint8"), numbers.integers(0, 10, count)
     with runner.scope():
-        model = kerasdp.build_model(config.model, x.shape[1:], 10)
+        model = kerasdp.build_model(model_name, x.shape[1:], 10)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for number in range(rounds + 1):  # the first compiles
@@ -57,7 +57,7 @@ def train(folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> Non
             seconds[name].append(runner.state.epoch_seconds[-1])
     if runner.is_chief:
         bare = seconds["bare"][1:]
-        print(f"{config.backend}, {config.model}: {statistics.median(bare) / steps * 1e3:.1f} ms a step")
+        print(f"{config.backend}, {model_name}: {statistics.median(bare) / steps * 1e3:.1f} ms a step")
         for name in list(WAYS)[1:]:
             ratios = sorted(own / other for own, other in zip(seconds[name][1:], bare))
             print(f"{name:28} {statistics.median(ratios):.3f}   ({ratios[0]:.3f} .. {ratios[-1]:.3f})")
@@ -75,11 +75,11 @@ def main() -> None:
     args = flags.parse_args()
     backend = args.backend or kerasdp.Config().backend
     config = kerasdp.Config(
-        backend=backend, model=args.model, num_devices=args.gpus, batch_size=args.batch_size, verbose=0,
+        backend=backend, num_devices=args.gpus, batch_size=args.batch_size, verbose=0,
         checkpoint_every="never", compile="on" if backend == "torch" else "auto",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        kerasdp.launch(functools.partial(train, folder, args.steps, args.rounds), config)
+        kerasdp.launch(functools.partial(train, args.model, folder, args.steps, args.rounds), config)
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def resize(args: argparse.Namespace) -> None:
             names[name.upper()] = getattr(size, name)
 
 
-def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.ArgumentParser:
-    """Returns the parser of the flags of all loops, for a loop that trains these models."""
+def parser(description: str, models: Iterable[str] | None = NUM_SAMPLES) -> argparse.ArgumentParser:
+    """Returns the parser of the flags of all loops, for a loop that trains these models; None: any."""
     flags = argparse.ArgumentParser(description=description, allow_abbrev=False)
     flags.add_argument("--model", default="convnet", choices=models, help="as in kerasdp/models, or in keras_models.py")
     flags.add_argument("--size", default="small", choices=["small", "real"], help=f"real: of {', '.join(REAL)}")

@@ -12,6 +12,7 @@ batch a GPU, a power of two, with which a GPU computes in 90% of a step.
 
 import argparse
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import kerasdp
 BUCKET = 25 * 2**20
 GPUS_A_HOST = 8
 COUNTS = 2 ** np.arange(1, 11)
-# Flags of `kerasdp.Config`; sizes as published: LeNet's and the convnet's for MNIST, ResNets for ImageNet.
+# Data sets; sizes as published: LeNet's and the convnet's for MNIST, ResNets for ImageNet.
 IMAGENET = "synthetic(shape=(224,224,3), num_classes=1000)"
 MODELS = {"lenet": "synthetic", "convnet": "synthetic", "resnet18": IMAGENET, "resnet50": IMAGENET}
 # The net of benchmarks/keras_models.py with GPT-2's vocabulary and width: 2 blocks, 64 tokens a sample.
@@ -96,8 +97,8 @@ class Counted:
     num_gatherings: int
 
 
-def count(runner: "kerasdp.Runner") -> dict[str, Any]:
-    """Builds the model of a run, and counts; runs in a worker."""
+def count(name: str, runner: "kerasdp.Runner") -> dict[str, Any]:
+    """Builds a model of `MODELS`, or the GPT, and counts; runs in a worker."""
     import keras
     import keras_models
     from flops import flops_of
@@ -105,14 +106,13 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
 
     from kerasdp.scale.pipeline import Graph
 
-    config = runner.config
-    if config.model not in MODELS:
+    if name not in MODELS:
         model = keras_models.gpt(**GPT)
     else:
-        data = kerasdp.load_data(config.dataset, config.data_dir)
-        model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+        data = kerasdp.load_data(MODELS[name])
+        model = kerasdp.build_model(name, data.input_shape, data.num_classes)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    sent, sizes = step_bytes(kerasdp.portable(model), config, 2), np.array(Graph(model).costs())
+    sent, sizes = step_bytes(kerasdp.portable(model), runner.config, 2), np.array(Graph(model).costs())
     return {
         "layer_bytes": sizes / sizes.sum() * sent.gradients, "layer_flops": np.array(flops_of(model)),
         "gathered": sent.gathered, "num_gatherings": sent.num_gatherings,
@@ -121,9 +121,8 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
 
 def counted(name: str, backend: str | None = None) -> Counted:
     """Counts a model of `MODELS`, or `"gpt"`."""
-    settings = {"model": name, "dataset": MODELS[name]} if name in MODELS else {"model": "keras_models:gpt"}
-    config = kerasdp.Config(backend=backend, num_devices=1, device="cpu", verbose=0, **settings)
-    found = kerasdp.launch(count, config)
+    work = functools.partial(count, name)
+    found = kerasdp.launch(work, backend=backend, num_devices=1, device="cpu", verbose=0)
     return Counted(name=name, **found)
 
 

@@ -8,14 +8,15 @@ import pytest
 from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import UserError
 from kerasdp.processes.devices import is_installed
-from tests.helpers import ROOT
+from tests.helpers import ROOT, result_of, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import contenders  # noqa: E402
 import measure  # noqa: E402
-from compare import parsed  # noqa: E402
+from contenders import Task  # noqa: E402
 from measure import peak_of  # noqa: E402
 
+CONVNET, MLP = Task("convnet"), Task("mlp", "digits")
 INSTALLED = [name for name in BACKENDS if is_installed(name)]
 
 
@@ -80,43 +81,82 @@ def test_peaks_are_of_whole_names(device, float32, bfloat16):
 
 
 def test_who_takes_part():
-    config = Config(model="convnet", batch_norm="replica")
-    found = contenders.choose(config, ["jax"], [1, 2], None, 20)
+    config = Config(batch_norm="replica")
+    found = contenders.choose(config, CONVNET, ["jax"], [1, 2], None, 20)
     assert [str(one) for one in found] == ["kerasdp-jax", "jax", "keras-jax", "kerasdp-jax x 2", "jax x 2"]
-    assert [str(one) for one in contenders.choose(config, ["jax"], [1], [], 20)] == ["kerasdp-jax"]
-    found = contenders.choose(Config(model="mlp"), INSTALLED[:1], [1], None, 20)
+    assert [str(one) for one in contenders.choose(config, CONVNET, ["jax"], [1], [], 20)] == ["kerasdp-jax"]
+    found = contenders.choose(Config(), MLP, INSTALLED[:1], [1], None, 20)
     assert [one.name for one in found] == [f"kerasdp-{INSTALLED[0]}", f"keras-{INSTALLED[0]}"]
     with pytest.raises(UserError, match="--peers: expected some of torch, .* Received: 'theano'"):
-        contenders.choose(config, ["jax"], [1], ["theano"], 20)
+        contenders.choose(config, CONVNET, ["jax"], [1], ["theano"], 20)
     with pytest.raises(UserError, match=f"--peers: {INSTALLED[0]} trains convnet, .*; of mlp only keras"):
-        contenders.choose(Config(model="mlp"), ["jax"], [1], [INSTALLED[0]], 20)
+        contenders.choose(Config(), MLP, ["jax"], [1], [INSTALLED[0]], 20)
     with pytest.raises(UserError, match="--batch_size: expected a multiple of 3 devices"):
-        contenders.choose(config, ["jax"], [1, 3], None, 20)
+        contenders.choose(config, CONVNET, ["jax"], [1, 3], None, 20)
     with pytest.raises(UserError, match="--precision: expected auto, float32, bfloat16"):
-        contenders.choose(Config(model="convnet", precision="float16"), ["jax"], [1], None, 20)
+        contenders.choose(Config(precision="float16"), CONVNET, ["jax"], [1], None, 20)
 
 
 def test_the_kit_is_measured_against_itself():
     """Batch norm over the global batch, beside that over each shard."""
-    config = Config(model="convnet", batch_norm="sync")
-    found = contenders.choose(config, ["jax"], [1, 2], ["replica-norm"], 20)
+    found = contenders.choose(Config(batch_norm="sync"), CONVNET, ["jax"], [1, 2], ["replica-norm"], 20)
     assert [str(one) for one in found] == ["kerasdp-jax", "kerasdp-jax x 2", "replica-norm-jax x 2"]
     norms = [json.loads(one.command[3])["batch_norm"] for one in found]
     assert norms == ["sync", "sync", "replica"]
     assert not found[2].is_kit
     with pytest.raises(UserError, match="replica-norm is what --batch_norm=sync is measured against"):
-        contenders.choose(Config(model="convnet", batch_norm="replica"), ["jax"], [2], ["replica-norm"], 20)
+        contenders.choose(Config(batch_norm="replica"), CONVNET, ["jax"], [2], ["replica-norm"], 20)
+
+
+def test_programs_get_the_model_and_the_data():
+    """The loops have random images; the kit and plain Keras train others on a data set."""
+    kit, loop = contenders.choose(Config(batch_size=60), CONVNET, ["jax"], [1], ["jax"], 20)
+    images = "--dataset=synthetic(shape=(28, 28, 1), num_samples=4080)"
+    assert kit.command[-2:] == ("--model=convnet", images) and loop.command[-1] == "--model=convnet"
+    for one in contenders.choose(Config(), Task("mlp", "images", "a folder"), ["jax"], [1], ["keras"], 20):
+        assert {"--model=mlp", "--dataset=images", "--data_dir=a folder"} < {*one.command}
+
+
+GIVEN = """
+import json
+from absl import app
+import compare
+
+def main(_):
+    config, *others = compare.given()
+    print("RESULT", json.dumps([config.batch_size, config.batch_norm, config.workdir, *others]))
+
+app.run(main)
+"""
+
+
+def given(*flags):
+    """What the flags of compare.py say; in another process, since flags are those of a whole program."""
+    return run("-c", GIVEN, *flags, cwd=ROOT / "benchmarks")
 
 
 def test_the_command_line():
-    config, backends, counts, peers, rounds, steps = parsed([])
-    assert (config.model, config.batch_norm, backends, counts, peers) == ("convnet", "replica", None, [1], None)
-    assert (rounds, steps) == (5, 20)
+    assert result_of(given()) == [64, "replica", None, [*CONVNET], None, [1], None, 5, 20]
     flags = ["--device_counts=1,2", "--peers=jax, keras", "--batch_norm=sync", "--model=mlp", "--dataset=mnist"]
-    config, _, counts, peers, _, _ = parsed(flags)
-    assert (config.model, config.dataset, config.batch_norm, counts) == ("mlp", "mnist", "sync", [1, 2])
-    assert peers == ["jax", "keras"]
-    assert parsed(["--peers=none"])[3] == []
+    *_, norm, _, task, _, counts, peers, _, _ = result_of(given(*flags, "--batch_size=32"))
+    assert (norm, task, counts, peers) == ("sync", ["mlp", "mnist", None], [1, 2], ["jax", "keras"])
+    *_, task, _, _, peers, _, _ = result_of(given("--peers=none", "--model=mlp"))
+    assert (task, peers) == ([*MLP], [])
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--dataset=digits", "--dataset has no effect here: convnet is measured on random images"),
+        ("--rounds=0", "--device_counts, --rounds, --steps_per_round: expected numbers of at least 1"),
+        ("--backends=theano", "expected one of torch, jax, tensorflow"),
+        ("--batch_size=0", "--batch_size: expected a whole number of at least 1. Received: 0"),
+    ],
+)
+def test_wrong_flags_are_named(flag, words):
+    done = given(flag)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr
 
 
 def test_a_contender_that_fails_is_reported(capsys):

@@ -66,9 +66,9 @@ def test_a_device_sends_what_is_computed(backend, model, batch_norm, count):
     """By benchmarks/step_bytes.py, of which docs/scaling.md is made."""
     flags = [f"--model={model}", f"--batch_norm={batch_norm}", "--batch_size=60", f"--devices={count}"]
     kit = started("kit_loop.py", f"--backend={backend}", "--compile=off", "--traffic", *flags)
-    config = kerasdp.Config(backend=backend, model=model, batch_norm=batch_norm, batch_size=60)
-    data = kerasdp.load_data(config.dataset, config.data_dir)
-    built = kerasdp.portable(kerasdp.build_model(config.model, data.input_shape, data.num_classes))
+    config = kerasdp.Config(backend=backend, batch_norm=batch_norm, batch_size=60)
+    data = kerasdp.load_data("digits")
+    built = kerasdp.portable(kerasdp.build_model(model, data.input_shape, data.num_classes))
     built.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     built.evaluate(data.test.inputs([0]), data.test.targets([0])[0], verbose=0)  # which builds the metrics
     sent = step_bytes(built, config, count)
