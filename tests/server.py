@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 # What a run imports that is not the kit's, and what the kit itself imports, in the order of a run.
 SHARED = ("matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.numpy", "absl.flags")
-KIT = ("training.runner", "data.datasets", "models", "flags", "parity")
+KIT = ("launch", "flags", "training.runner", "data.datasets", "models", "parity")
 
 
 def main() -> None:

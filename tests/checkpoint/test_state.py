@@ -113,14 +113,13 @@ def identity(model=None, *, config=None, batch_size=8, shift=0.0):
 def test_the_same_run_is_the_same():
     saved = json.loads(json.dumps(identity()))
     state.check_identity(saved, identity())
-    state.check_identity(saved, identity(config=Config(backend="jax", num_devices=4, epochs=99)))
+    state.check_identity(saved, identity(config=Config(backend="jax", num_devices=4, max_steps=99)))
 
 
 @pytest.mark.parametrize(
     ("other", "name"),
     [
         (lambda: identity(config=Config(seed=1)), "--seed"),
-        (lambda: identity(config=Config(learning_rate=0.5)), "--learning_rate"),
         (lambda: identity(config=Config(batch_norm="replica")), "--batch_norm"),
         (lambda: identity(batch_size=9), "global batch"),
         (lambda: identity(shift=1.0), "first batch of the data"),

@@ -79,15 +79,15 @@ def test_no_step_waits_for_the_device(machine, backend, count, model, choice):
     machine.need(backend, count)
     if choice == "off" and backend != "torch":
         pytest.skip(f"{backend}'s steps are compiled as the model says")
-    settings = {"model": model} | ({"compile": choice} if backend == "torch" else {})
-    program = [PROGRAMS / "gpu_waits.py", backend, count, machine.device, json.dumps(settings)]
+    settings = {"compile": choice} if backend == "torch" else {}
+    program = [PROGRAMS / "gpu_waits.py", backend, count, machine.device, model, json.dumps(settings)]
     assert result_of(run(*program, timeout=900))["steps"] == 40
 
 
 def test_no_stage_waits_for_the_device(machine):
     machine.need("torch", 2)
-    settings = {"model": "lenet", "strategy": "pipeline"}
-    program = [PROGRAMS / "gpu_waits.py", "torch", 2, machine.device, json.dumps(settings)]
+    settings = {"strategy": "pipeline"}
+    program = [PROGRAMS / "gpu_waits.py", "torch", 2, machine.device, "lenet", json.dumps(settings)]
     assert result_of(run(*program, timeout=900))["steps"] == 40
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.config import MODELS, Config
+from kerasdp.config import MODELS
 from kerasdp.errors import UserError
 from kerasdp.models import build_model, make_optimizer
 
@@ -25,8 +25,7 @@ def test_images_are_scaled_inside(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_kernel_initializer_reaches_every_kernel(name):
-    config = Config(model=f"{name}(kernel_initializer='random_normal(stddev=0.25)')")
-    for layer in build_model(config.model, (32, 32, 3), 4).layers:
+    for layer in build_model(f"{name}(kernel_initializer='random_normal(stddev=0.25)')", (32, 32, 3), 4).layers:
         if hasattr(layer, "kernel_initializer"):
             assert isinstance(layer.kernel_initializer, keras.initializers.RandomNormal)
             assert layer.kernel_initializer.stddev == 0.25

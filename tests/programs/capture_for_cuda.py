@@ -2,6 +2,7 @@
 
 python capture_for_cuda.py CASES [cpu]: on the CPU as such, to compare with; a JSON list of cases; each holds fields of
 kerasdp.Config, and
+    model, optimizer: as `kerasdp.build_model` and `kerasdp.make_optimizer` take them
     image: shape of an image, [28, 28, 1] if it is left out
     num_devices: if there are several, they are ranks that hold what rank 0 does
     layer: "adding" or "drawing" puts a layer before the model that computes on the CPU
@@ -29,6 +30,7 @@ import torch  # noqa: E402
 import kerasdp  # noqa: E402
 
 NUM_STEPS, NUM_ROWS = 3, 8
+OWN = ("model", "optimizer", "image", "runs", "layer", "net")
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 join_group = torch.distributed.init_process_group
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -75,7 +77,7 @@ def on_the_cpu(kind):
     return OnTheCPU()
 
 
-def train(image, runs, layer, net, found, runner):
+def train(found, runner, model="lenet", optimizer="sgd", image=(28, 28, 1), runs=False, layer=None, net=None):
     """A few steps of each kind; losses, outputs, and in `found` what the steps hold."""
     import keras
     from learn_classes import fitted
@@ -88,13 +90,12 @@ def train(image, runs, layer, net, found, runner):
             ready = cases.load_cases()[net].make(numbers)
         else:
             x = numbers.randint(0, 256, (NUM_STEPS * NUM_ROWS, *image)).astype("uint8")
-            model = kerasdp.build_model(runner.config.model, image, 10)
+            model = kerasdp.build_model(model, image, 10)
             if layer:
                 model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
             ready = cases.Ready(model=model, x=x, y=numbers.randint(0, 10, len(x)))
         loss = ready.loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        optimizer = kerasdp.make_optimizer(runner.config.optimizer)
-        ready.model.compile(optimizer, loss, metrics=["accuracy"])
+        ready.model.compile(kerasdp.make_optimizer(optimizer), loss, metrics=["accuracy"])
     with watched(found, runs):
         losses, _ = fitted(runner, ready.model, ready.x, ready.y, **size)
         evaluated = runner.evaluate(ready.model, ready.x, ready.y, **size)
@@ -179,11 +180,10 @@ def take_cudnn():
 def main():
     results = []
     for case in json.loads(sys.argv[1]):
-        image, runs = tuple(case.pop("image", (28, 28, 1))), case.pop("runs", False)
-        found, layer = {}, case.pop("layer", None)
+        found, own = {}, {name: case.pop(name) for name in OWN if name in case}
         if case.pop("cudnn", False):
             take_cudnn()
-        work = functools.partial(train, image, runs, layer, case.pop("net", None), found)
+        work = functools.partial(train, found, **own)
         if case.setdefault("num_devices", 1) > 1:
             be_first_of(case["num_devices"])
         found["results"] = kerasdp.launch(work, backend="torch", device=DEVICE, compile="on", verbose=0, **case)

@@ -1,8 +1,9 @@
 """Trains while its framework raises where a step waits for the device or copies behind the program's back.
 
-python gpu_waits.py BACKEND NUM_DEVICES DEVICE [flags of kerasdp.Config, as JSON]
+python gpu_waits.py BACKEND NUM_DEVICES DEVICE MODEL [flags of kerasdp.Config, as JSON]
 """
 
+import functools
 import json
 import sys
 import threading
@@ -16,15 +17,15 @@ import kerasdp
 FIRST, LAST = 10, 30
 
 
-def train(runner):
+def train(name, runner):
     """Forty steps, the first of which compile."""
     import keras
 
     x, y = np.random.RandomState(0).randint(0, 256, (640, 28, 28, 1)).astype("uint8"), np.arange(640) % 10
     with runner.scope():
-        model = kerasdp.build_model(runner.config.model, (28, 28, 1), 10)
+        model = kerasdp.build_model(name, (28, 28, 1), 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(kerasdp.make_optimizer(runner.config.optimizer), loss, metrics=["accuracy"])
+        model.compile(keras.optimizers.SGD(0.03, momentum=0.9), loss, metrics=["accuracy"])
     guard, steps = GUARDS[runner.config.backend], []
 
     def listen(loss, learning_rate, num_rows):
@@ -74,5 +75,5 @@ if __name__ == "__main__":
         import tensorflow as tf
 
         tf.config.set_soft_device_placement(False)
-    settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    printed(train, *sys.argv[1:3], device=sys.argv[3], log_every=1000, **settings)
+    settings = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
+    printed(functools.partial(train, sys.argv[4]), *sys.argv[1:3], device=sys.argv[3], log_every=1000, **settings)

@@ -25,9 +25,9 @@ def lenet(runner):
     import keras
     from learn_classes import MaximumLogit, digest_of, fitted
 
-    data = kerasdp.load_data(runner.config.dataset, runner.config.data_dir)
+    data = kerasdp.load_data("digits")
     with runner.scope():
-        model = kerasdp.build_model(runner.config.model, data.input_shape, data.num_classes)
+        model = kerasdp.build_model("lenet", data.input_shape, data.num_classes)
         model.compile(
             keras.optimizers.SGD(0.01),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -57,7 +57,7 @@ def described(leaf):
     return leaf
 
 
-def model_of(name, config):
+def model_of(name):
     import keras
 
     if name == "gpt":
@@ -70,7 +70,7 @@ def model_of(name, config):
     if name == "lstm":  # step by step, as on several GPUs
         rows = [keras.Input((28, 28, 1)), keras.layers.Rescaling(1 / 255), keras.layers.Reshape((28, 28))]
         return keras.Sequential([*rows, keras.layers.LSTM(16), keras.layers.Dense(12)])
-    return kerasdp.build_model(config.model, (28, 28, 1), 12)
+    return kerasdp.build_model(name, (28, 28, 1), 12)
 
 
 def small_gpt():
@@ -90,7 +90,7 @@ def train(runner, case):
     import keras
 
     with runner.scope():
-        model = model_of(case["model"], runner.config)
+        model = model_of(case["model"])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = {
             "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9), "adam": lambda: keras.optimizers.Adam(1e-3)
@@ -131,7 +131,6 @@ def programs_of(case):
                "strategy", "precision", "accumulate", "batch_norm", "shard"
            ) if name in case},
     }  # fmt: skip
-    settings |= {"model": case["model"]} if case["model"] not in ("gpt", "pooling", "lstm") else {}
     try:
         model = kerasdp.launch(lambda runner: train(runner, case), kerasdp.Config(backend="jax", **settings))
     finally:

@@ -1,4 +1,4 @@
-"""Leaves the files of a run whose model, optimizer and batches are user-defined, and those of one of flags.
+"""Leaves the files of a run whose model, optimizer and batches are user-defined, and those of one of named parts.
 
 python records.py BACKEND NUM_DEVICES FOLDER
 """
@@ -28,17 +28,16 @@ def own(runner):
     model.fit(Batches(), epochs=2)
 
 
-def of_flags(runner):
-    config = runner.config
-    data = kerasdp.load_data(config.dataset, config.data_dir)
-    model = kerasdp.build_model(config.model, data.input_shape, data.num_classes)
+def of_names(runner):
+    data = kerasdp.load_data("synthetic(shape=(28,28,1), num_samples=256)")
+    model = kerasdp.build_model("lenet", data.input_shape, data.num_classes)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(kerasdp.make_optimizer(config.optimizer, config.learning_rate), loss)
+    model.compile(kerasdp.make_optimizer("sgd(learning_rate=0.03)"), loss)
     model.fit(data.train, epochs=1)
 
 
-for train in (own, of_flags):
+for train in (own, of_names):
     kerasdp.launch(
-        train, kerasdp.Config(dataset="synthetic(shape=(28,28,1), num_samples=256)"), backend=backend,
-        num_devices=int(num_devices), device="cpu", verbose=2, max_steps=4, workdir=f"{folder}/{train.__name__}",
+        train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=2, max_steps=4,
+        workdir=f"{folder}/{train.__name__}",
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Trains a small model with dropout, batch norm and callbacks that hold state; prints what came out.
 
 python resume.py SETTINGS: fields of kerasdp.Config as JSON, and
+    epochs, optimizer, learning_rate: of the training
     trouble, at_step: what happens on the last rank behind a step, once in a workdir: "signal", "signal in validation",
         "kill", "nan", "remove" (the workdir)
     export: a file for the model that was trained
@@ -18,7 +19,7 @@ import numpy as np
 
 import kerasdp
 
-OWN = ("trouble", "at_step", "units", "export", "steps_per_execution")
+OWN = ("epochs", "optimizer", "learning_rate", "trouble", "at_step", "units", "export", "steps_per_execution")
 SETTINGS = json.loads(os.environ["KERASDP_TEST_SETTINGS"]) if "KERASDP_TEST_SETTINGS" in os.environ else {}
 
 
@@ -35,7 +36,7 @@ def train(runner):
              layers.Dropout(0.3), layers.Dense(SETTINGS.get("units", 16), "gelu"), layers.Dense(3)]
         )  # fmt: skip
         model.compile(
-            kerasdp.make_optimizer(runner.config.optimizer, runner.config.learning_rate),
+            kerasdp.make_optimizer(SETTINGS.get("optimizer", "sgd"), SETTINGS.get("learning_rate")),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=SETTINGS.get("steps_per_execution", 1),
@@ -50,7 +51,7 @@ def train(runner):
         keras.callbacks.EarlyStopping("val_loss", patience=50, restore_best_weights=True),
         trouble(keras, runner),
     ]
-    history = runner.fit(model, x, y, epochs=runner.config.epochs, validation_split=0.2, callbacks=callbacks)
+    history = runner.fit(model, x, y, epochs=SETTINGS["epochs"], validation_split=0.2, callbacks=callbacks)
     if "export" in SETTINGS:
         kerasdp.export(model, SETTINGS["export"])
     return {

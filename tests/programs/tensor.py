@@ -3,6 +3,7 @@
 python tensor.py FOLDER CASE ...    # a case is the model and the optimizer, as "convnet, sgd"
 """
 
+import functools
 import json
 import pathlib
 import sys
@@ -40,7 +41,7 @@ def compiled(runner, name, optimizer):
         "adam": lambda: keras.optimizers.Adam(1e-3, epsilon=1e-3),
     }
     with runner.scope():
-        model = residual() if name == "residual" else kerasdp.build_model(runner.config.model, X.shape[1:], 10)
+        model = residual() if name == "residual" else kerasdp.build_model(name, X.shape[1:], 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizers[optimizer](), loss, metrics=["accuracy"])
     return model
@@ -82,8 +83,8 @@ def places(model):
     return [[w.name, list(w.shape), part(w), slots.get(id(w), [])] for w in model.weights]
 
 
-def one_more_epoch(runner):
-    runner.fit(compiled(runner, "residual", "adam"), X, Y, batch_size=BATCH_SIZE, epochs=runner.config.epochs)
+def one_more_epoch(epochs, runner):
+    runner.fit(compiled(runner, "residual", "adam"), X, Y, batch_size=BATCH_SIZE, epochs=epochs)
 
 
 def spoiled(runner):
@@ -110,7 +111,7 @@ def nothing_divides(runner):
 def launched(train, strategy, **settings):
     # Four devices are there from the start: the first run has them.
     num_devices = 4 if strategy == "tensor" else 1
-    settings = {"device": "cpu", "verbose": 0, "log_every": 1, "model": "convnet"} | settings
+    settings = {"device": "cpu", "verbose": 0, "log_every": 1} | settings
     config = kerasdp.Config(backend="jax", strategy=strategy, num_devices=num_devices, **settings)
     return kerasdp.launch(train, config)
 
@@ -125,7 +126,8 @@ def error_of(train):
 if __name__ == "__main__":
     result = {strategy: launched(learn, strategy) for strategy in ("tensor", "data")}
     for epochs, strategy in enumerate(("tensor", "data", "tensor"), 1):
-        launched(one_more_epoch, strategy, workdir=sys.argv[1], epochs=epochs, resume=epochs > 1)
+        work = functools.partial(one_more_epoch, epochs)
+        launched(work, strategy, workdir=sys.argv[1], resume=epochs > 1)
     lines = pathlib.Path(sys.argv[1], "steps.jsonl").read_text().splitlines()
     result["in turns"] = [json.loads(line)["loss"] for line in lines]
     result["errors"] = {train.__name__: error_of(train) for train in (spoiled, nothing_divides)}

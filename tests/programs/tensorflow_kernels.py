@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 import kerasdp
 from kerasdp.backends.tensorflow import data_parallel, xla
 
+OWN = ("model", "optimizer", "steps_per_execution", "is_kept")  # of a case; the others are of kerasdp.Config
 SGD = "sgd(learning_rate=0.01, momentum=0.9)"
 CASES = {
     "adam": {"model": "lenet", "optimizer": "adam(global_clipnorm=1.0)"},
@@ -81,7 +82,7 @@ def tokens(keras):
     return keras.Model(inputs, layers.Dense(10)(layers.AlphaDropout(0.1)(x)))
 
 
-def train(watch, steps_per_execution, is_tokens, is_kept, runner):
+def train(watch, runner, model, optimizer=SGD, steps_per_execution=1, is_kept=False):
     """Two epochs, the second of which is watched, an evaluation and a prediction."""
     import keras
 
@@ -91,15 +92,14 @@ def train(watch, steps_per_execution, is_tokens, is_kept, runner):
     readers._FEW_BYTES = 0  # as on GPUs, where threads read
     numbers, rows, config = np.random.RandomState(0), 6 * runner.config.batch_size, runner.config
     with runner.scope():
-        if is_tokens:
+        if model == "tokens":
             x, model = numbers.randint(0, 50, (rows, 12)).astype("int32"), tokens(keras)
         else:
-            shape = (32, 32, 3) if config.model == "resnet50" else (28, 28, 1)
+            shape = (32, 32, 3) if model == "resnet50" else (28, 28, 1)
             x = numbers.randint(0, 256, (rows, *shape)).astype("uint8")
-            model = kerasdp.build_model(config.model, x.shape[1:], 10)
-        optimizer = kerasdp.make_optimizer(config.optimizer, config.learning_rate)
+            model = kerasdp.build_model(model, x.shape[1:], 10)
         model.compile(
-            optimizer,
+            kerasdp.make_optimizer(optimizer),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=steps_per_execution,
@@ -118,15 +118,12 @@ def judge(watch: Watch, case: str, count: int) -> dict:
     """Runs a case and judges its operations."""
     settings = dict(CASES[case])
     watch.roots = set()
-    steps, is_tokens = settings.pop("steps_per_execution", 1), settings["model"] == "tokens"
-    is_kept = settings.pop("is_kept", False)
-    if is_tokens:
-        settings["model"] = "lenet"
+    own = {name: settings.pop(name) for name in OWN if name in settings}
     config = kerasdp.Config(
-        **{"backend": "tensorflow", "device": "cpu", "num_devices": count, "batch_size": 32, "optimizer": SGD,
-           "verbose": 0, "check": "off"} | settings
+        **{"backend": "tensorflow", "device": "cpu", "num_devices": count, "batch_size": 32, "verbose": 0,
+           "check": "off"} | settings
     )  # fmt: skip
-    kerasdp.launch(functools.partial(train, watch, steps, is_tokens, is_kept), config)
+    kerasdp.launch(functools.partial(train, watch, **own), config)
     judged = gpu_kernels.Judge("CPU:0" if count > 1 else "")
     for name in sorted(watch.roots):
         judged.root(name)
