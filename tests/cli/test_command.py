@@ -181,7 +181,6 @@ SHORT = {
     "evaluate": ["--checkpoint=../by-name-train/run", "--device=cpu"],
     "predict": ["--checkpoint=../by-name-train/run", "--device=cpu", "--output=digits.csv"],
     "export": ["--checkpoint=../by-name-train/run", "--to=digits.keras"],
-    "custom_model": [],
     "from_scratch": ["--dataset=digits", "--batch_size=64", "--device=cpu", "--epochs=1"],
     "text": ["--device=cpu", "--max_steps=2"],
     "tabular": ["--device=cpu", "--max_steps=2"],

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kerasdp.config import DATASETS as NAMES
-from kerasdp.data.datasets import DATASETS, load_data
+from kerasdp.data.datasets import load_data
 from kerasdp.data.sources import ArraySource, read_image, weights_of_classes
 from kerasdp.errors import UserError
 from tests.helpers import make_images, run, some_images
-
-
-def test_the_table_holds_the_names():
-    assert tuple(DATASETS) == NAMES
 
 
 def test_digits():

@@ -4,9 +4,10 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.config import MODELS
 from kerasdp.errors import UserError
 from kerasdp.models import build_model, make_optimizer
+
+MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 
 
 def test_the_toy():

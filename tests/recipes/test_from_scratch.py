@@ -8,6 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+from absl import flags
 
 from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, losses_in, run
@@ -17,6 +18,7 @@ from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2
 DIGITS = ("--dataset=digits", "--batch_size=96", "--epochs=2", "--learning_rate=0.03")
 
 
+OF_RECIPES = {"batch_size", "epochs", "learning_rate", "model", "dataset"}
 PAGE = (ROOT / "docs" / "from-scratch.md").read_text()
 
 
@@ -29,7 +31,9 @@ def module_in(folder, name):
 
 @pytest.fixture(scope="module")
 def lesson():
-    """The recipe as a module."""
+    """The recipe as a module. Of the flags that another recipe has defined in this process it defines its own."""
+    for name in OF_RECIPES & set(flags.FLAGS):
+        delattr(flags.FLAGS, name)
     return module_in("recipes", "from_scratch")
 
 

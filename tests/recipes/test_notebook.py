@@ -23,9 +23,9 @@ def test_the_notebook_runs_on_two_devices(backend):
     env.pop("PYTEST_CURRENT_TEST")
     nbclient.NotebookClient(notebook, timeout=280).execute(env=env, cwd=str(NOTEBOOK.parent))
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    launched, predicted, alone = (output_of(code[place]) for place in (2, 4, 5))
+    launched, predicted, alone = (output_of(code[place]) for place in (3, 5, 6))
     assert launched.count(f"{backend} on 2 ") == 1  # what all processes print comes here
     assert launched.count("epoch 8/8") == 1
     assert float(re.search(r"test accuracy (\S+)", predicted)[1]) > 0.95
     assert float(re.search(r"differ by at most (\S+)", alone)[1]) < 1e-4
-    assert any("image/png" in output.get("data", {}) for output in code[3].outputs)
+    assert any("image/png" in output.get("data", {}) for output in code[4].outputs)

@@ -190,17 +190,20 @@ def test_comparison_of_speeds(tmp_path):
     assert_one_line_and_exit_code_2(run("benchmarks/compare.py", "--peers=theano"), "--peers: expected some of")
 
 
-@pytest.mark.proof  # in short: test_readme.py and training/test_own_steps.py
-def test_custom_model_recipe(backend):
-    """It reaches what its docstring says."""
-    file = "recipes/custom_model.py"
-    done = run(file, KERAS_BACKEND=backend)
+@pytest.mark.proof  # in short: test_loop_recipes.py
+def test_a_table(backend, tmp_path):
+    """The recipe reaches what its docstring says; of a CSV file it takes numbers and categories."""
+    done = run("recipes/tabular.py", f"--backend={backend}", "--device=cpu", f"--workdir={tmp_path}/made")
     assert done.returncode == 0, done.stderr
-    expected, over_all = re.search(r"accuracy of ([\d.]+) .* and of ([\d.]+)", (ROOT / file).read_text()).groups()
-    validation = re.findall(r"val_accuracy ([\d.]+)", done.stdout)
-    assert len(validation) == 10
-    assert float(validation[-1]) == pytest.approx(float(expected), abs=0.007)  # 2 of 288 images
-    assert float(re.search(r"'accuracy': ([\d.]+)", done.stdout)[1]) == pytest.approx(float(over_all), abs=0.002)
+    final = json.loads((tmp_path / "made" / "report.json").read_text())["final"]
+    assert final["val_root_mean_squared_error"] == pytest.approx(1.1, abs=0.05)
+    rows = [f"{number},{'ab'[number % 2]},{number % 2 * 3 + number / 100}" for number in range(200)]
+    (tmp_path / "table.csv").write_text("\n".join(["size,kind,price", *rows]))
+    flags = (f"--csv={tmp_path}/table.csv", "--target=price", "--epochs=2", f"--workdir={tmp_path}/csv")
+    done = run("recipes/tabular.py", f"--backend={backend}", "--device=cpu", *flags)
+    assert done.returncode == 0, done.stderr
+    wrong = run("recipes/tabular.py", f"--backend={backend}", "--device=cpu", *flags[:1])
+    assert_one_line_and_exit_code_2(wrong, "--target: expected one of size, kind, price. Received: 'y'")
 
 
 def test_ruff():
