@@ -1,6 +1,6 @@
 """Computes, on paper, how a data-parallel step scales to 1,024 GPUs: what is sent, how long, and what hides it.
 
-    python benchmarks/scaling_model.py                                   # the table of docs/scaling.md
+    python benchmarks/scaling_model.py                                   # the table of docs/contributing/scaling.md
     python benchmarks/scaling_model.py --mfu=0.4 --picture=scaling.png
 
 Nothing is measured here. `step_bytes.py` computes the bytes, which a test compares with counted ones; a message
@@ -169,7 +169,7 @@ def draw(models: list[Counted], batch: int, flops: float, path: str) -> None:
 
     figure, axes = make_figure(9, 3.6, columns=len(CLUSTERS))
     for axis, cluster in zip(axes, CLUSTERS):
-        for model, colour in zip(models, ("#4c78a8", "#f2a541", "#e4572e", "#59a14f", "#888888")):
+        for model, colour in zip(models, ("#4c78a8", "#f2a541", "#e4572e", "#59a14f", "#7b3fa0")):
             for sync in [False, True] if model.num_gatherings else [False]:
                 values = [efficiency(model, cluster, int(gpus), batch, flops, sync) for gpus in COUNTS]
                 look = {"linestyle": "--", "alpha": 0.6} if sync else {"label": model.name}
@@ -177,9 +177,10 @@ def draw(models: list[Counted], batch: int, flops: float, path: str) -> None:
         axis.set(xscale="log", ylim=(0, 1.05), xlabel="GPUs", title=cluster.name)
         axis.set_xticks(COUNTS[::2], [f"{gpus:,}" for gpus in COUNTS[::2]])
         axis.minorticks_off()
-    axes[0].set_ylabel("share of a step that computes")
+    axes[0].set_ylabel("scaling efficiency (modelled)")
+    axes[-1].plot([], [], color="black", linestyle="--", alpha=0.6, label="--batch_norm=sync")
     axes[-1].legend(frameon=False)
-    figure.suptitle(f"Computed, not measured: {batch} samples a GPU; dashed: --batch_norm=sync", fontsize=9)
+    figure.suptitle(f"Modelled, not measured: scaling to 1,024 H100 with {batch} samples a GPU", fontsize=9)
     figure.savefig(path, dpi=110)
 
 

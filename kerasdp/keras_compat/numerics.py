@@ -267,7 +267,7 @@ def _with_a_gradient(
     """Returns the maximum, whose gradient is never lost.
 
     jax (0.10) gives it to the numbers that equal the maximum. XLA may compute these once more for that, in a loop that
-    rounds less: of `x - mean(x)` after a convolution none was equal (docs/internals/framework-pitfalls.md). So where
+    rounds less: of `x - mean(x)` after a convolution none was equal (docs/contributing/framework-pitfalls.md). So where
     there is one such number, its place tells; only several share the gradient.
     """
     x = ops.convert_to_tensor(x)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
     """Trains one step on the global batch, of which each replica computes its shard.
 
-    The numbers in brackets are those of the rules in docs/internals/same-learning.md.
+    The numbers in brackets are those of the rules in docs/contributing/same-learning.md.
 
     Args:
         replica: the one that this step runs on.

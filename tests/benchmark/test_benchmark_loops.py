@@ -63,7 +63,7 @@ HEAD = 16
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("model", "batch_norm"), [("convnet", "sync"), ("convnet", "replica"), ("resnet18", "sync")])
 def test_a_device_sends_what_is_computed(backend, model, batch_norm, count):
-    """By benchmarks/step_bytes.py, of which docs/scaling.md is made."""
+    """By benchmarks/step_bytes.py, of which docs/contributing/scaling.md is made."""
     flags = [f"--model={model}", f"--batch_norm={batch_norm}", "--batch_size=60", f"--devices={count}"]
     kit = started("kit_loop.py", f"--backend={backend}", "--compile=off", "--traffic", *flags)
     config = kerasdp.Config(backend=backend, batch_norm=batch_norm, batch_size=60)

@@ -1,4 +1,4 @@
-"""The model of docs/scaling.md: its sums by hand, and what it hides."""
+"""The model of docs/contributing/scaling.md: its sums by hand, and what it hides."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/real-code.md from the results of `run.py`. The text before them stays as it is there.
+"""Writes the tables of docs/contributing/real-code.md from the results of `run.py`. The text before them stays.
 
 python -m tests.real_code.table --out=runs/real_code
 """
@@ -42,7 +42,7 @@ def write_page(
     ends: Sequence[str],
 ) -> None:
     """Writes a page of docs: its text with new counts and versions, a table for each kind of models, and the ends."""
-    page = ROOT / "docs" / name
+    page = ROOT / "docs" / "contributing" / name
     head = page.read_text().partition("\n## ")[0]
     head = re.sub(r"\b\d+ models", f"{len({verdict.model for verdict in verdicts})} models", head, count=1)
     head = re.sub(r"^Versions: .*", lambda _: versions(), head, flags=re.M)
@@ -92,10 +92,9 @@ def refusals(verdicts: list[Verdict]) -> str:
 
 def other_steps() -> str:
     """Which models train with other rates than the rest, and why."""
-    lines = ["## Who takes other steps", ""]
-    lines.append(
-        f"All others train with rates of {Steps.sgd:g} (SGD) and {Steps.adam:g} (Adam, epsilon {Steps.epsilon:g})."
-    )
+    lines = ["## Models with other learning rates", ""]
+    rates = f"{Steps.sgd:g} (SGD) and {Steps.adam:g} (Adam, epsilon {Steps.epsilon:g})"
+    lines.append(f"All others train with learning rates of {rates}.")
     lines.append("")
     for name, steps in OTHER_STEPS.items():
         rates = f"{steps.sgd:g} (SGD), {steps.adam:g} (Adam, epsilon {steps.epsilon:g})"

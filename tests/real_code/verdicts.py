@@ -16,6 +16,7 @@ LEARNED = {"float32": 1e-2, "float64": 1e-6}
 REASONS: dict[str, str] = {
     "encoder_block_attn_mask_layer": "KerasHub (0.32) reshapes XLNet's mask from (rows, time) to (time, rows) instead "
     "of transposing it, so that a row gets the masks of others.",
+    "layer dropout works on": "It drops along axis 1, which of its inputs, of shape (time, rows), are the rows.",
     "mixes the samples of a batch": "Its outputs compare each row with each other: a device has its own rows only.",
     "computes something else for some samples": "What it gives for a row depends on the other rows of the batch.",
     "which is trained, in its call": "On jax, the gradient would go through what a call assigns to trainable weights.",

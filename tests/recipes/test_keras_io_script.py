@@ -1,4 +1,4 @@
-"""A Keras script becomes one for several devices by the diff in docs/your-script.md."""
+"""A Keras script becomes one for several devices by the diff in docs/quickstart.md."""
 
 import json
 import re
@@ -12,7 +12,7 @@ USUAL = ("jax", 2)  # the quickest
 
 
 def changed_script(folder):
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "your-script.md").read_text(), re.DOTALL)
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
     text, added = (PROGRAMS / "keras_io_script.py").read_text(), 0
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
         lines = hunk.splitlines(keepends=True)

@@ -12,7 +12,8 @@ from tests.helpers import BACKENDS, ROOT, run
 README = (ROOT / "README.md").read_text()
 # What the README held once, and its commands and code are run as well.
 README += "".join(
-    (ROOT / "docs" / f"{page}.md").read_text() for page in ("quickstart", "portability", "checkpoints", "pipelines")
+    (ROOT / "docs" / f"{page}.md").read_text()
+    for page in ("quickstart", "reproducibility", "checkpoints", "large-models")
 )
 BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
 COMMANDS = list(dict.fromkeys(line for line in BASH if line.startswith("python recipes/")))
@@ -74,9 +75,12 @@ def build_model():
     return keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, activation="softmax")])
 
 
-model = build_model()
-model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-history = model.fit(x, y, batch_size=64, epochs=5, validation_split=0.2)
+def train():
+    model = build_model()
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model.fit(x, y, batch_size=64, epochs=5, validation_split=0.2)
+
+history = train()
 print(len(history.history["val_loss"]))
 """
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/strangers.md from the results of `tests.real_code.run --gallery=strangers`.
+"""Writes the tables of docs/contributing/strangers.md from the results of `tests.real_code.run --gallery=strangers`.
 
 python -m tests.strangers.table --out=runs/strangers
 """
@@ -61,11 +61,12 @@ def summary(verdicts: list[Verdict]) -> str:
 
 def reasons(verdicts: list[Verdict]) -> str:
     """What is refused or fails, with which words, and what is trained without the check."""
-    lines = ["## What is not alike", ""]
+    lines, ways = ["## What is refused", ""], collections.defaultdict(list)
     for verdict in verdicts:
         for cell in tried(verdict):
             if word(cell) != "alike":
-                lines.append(f"- {verdict.model}, {cell.way.replace(':', ' x ')}: {reason(cell)}")
+                ways[verdict.model, reason(cell)].append(cell.way.replace(":", " x "))
+    lines += [f"- {model}, {', '.join(names)}: {text}" for (model, text), names in ways.items()]
     return "\n".join(lines if len(lines) > 2 else [*lines, "Nothing."]) + "\n"
 
 

@@ -44,8 +44,8 @@ def test_all(backend):
 
 @pytest.mark.proof
 def test_the_loss_of_the_page(tmp_path):
-    """The masked loss of `docs/own-loops.md`, run as it stands there, on two devices and on one."""
-    page = (ROOT / "docs" / "own-loops.md").read_text()
+    """The masked loss of `docs/custom-loops.md`, run as it stands there, on two devices and on one."""
+    page = (ROOT / "docs" / "custom-loops.md").read_text()
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "of the words that count" in code]
     found = []
     for count in (1, 2):

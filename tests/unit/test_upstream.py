@@ -1,4 +1,4 @@
-"""The programs for what is wrong upstream are short, plain, and say what docs/matrix.md has of them."""
+"""The programs for what is wrong upstream are short, plain, and say what docs/contributing/matrix.md has of them."""
 
 import re
 
@@ -22,7 +22,7 @@ def test_a_program(path):
 def test_verdicts_are_those_of_the_page(backend):
     """Where one is another, a work-around may go, or a version has moved: put it into the page."""
     done = run(ROOT / "upstream" / "verdicts.py", f"--backends={backend}", timeout=1500)
-    pinned = (ROOT / "docs" / "matrix.md").read_text().split("\n## ")[1]
+    pinned = (ROOT / "docs" / "contributing" / "matrix.md").read_text().split("\n## ")[1]
     place = ("torch", "jax", "tensorflow").index(backend)
     found, known = rows_of(done.stdout), rows_of(pinned)
     assert len(found) == len(PROGRAMS)
