@@ -21,16 +21,8 @@ myst_heading_anchors = 5
 copybutton_exclude = ".linenos, .gp, .go"
 
 
-def _entries(beginning: str, listed: list[str]) -> str:
-    """Returns the lines of a navigation for the pages whose names begin so, and are not listed by name."""
-    names = sorted(page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.glob(f"{beginning}*.md"))
-    return "".join(f"{name}\n" for name in names if name not in listed)
-
-
-def _complete(app: object, page: str, source: list[str]) -> None:
-    """Lists the pages of a folder; a link that leaves docs/ becomes the file's name in the repository."""
-    text = source[0]
-    text = re.sub(r"^([\w/-]+)\*\n", lambda entry: _entries(entry[1], text.splitlines()), text, flags=re.MULTILINE)
+def _rename_links(app: object, page: str, source: list[str]) -> None:
+    """Replaces a link that leaves docs/ by the file's name in the repository."""
     folder = (DOCS / page).parent
 
     def named(link: re.Match[str]) -> str:
@@ -41,9 +33,9 @@ def _complete(app: object, page: str, source: list[str]) -> None:
         inside = f"`{path.relative_to(DOCS.parent)}`"
         return inside if label.strip("`") in inside else f"{label} ({inside})"
 
-    source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", named, text)
+    source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", named, source[0])
 
 
 def setup(app: object) -> None:
     """Is called by Sphinx."""
-    app.connect("source-read", _complete)  # type: ignore[attr-defined]
+    app.connect("source-read", _rename_links)  # type: ignore[attr-defined]
