@@ -31,7 +31,9 @@ def anchors(page):
 
 def broken_links(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
-        if re.match(r"https?://", target):
+        if "://" in target:
+            if not re.fullmatch(r"https://[a-z0-9-]+(\.[a-z0-9-]+)+(/[\w./#?=&%~-]*)?", target):
+                yield f"{target}: no address of the web"
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
