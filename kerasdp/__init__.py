@@ -1,6 +1,6 @@
-"""kerasdp: a Keras model trained on one or many devices with PyTorch, JAX or TensorFlow, and learning the same.
+"""kerasdp trains a Keras model on one or more devices with PyTorch, JAX or TensorFlow, with the same results.
 
-Importing this package loads no framework: the backend is chosen when a run starts.
+Importing this package loads no framework. The backend is chosen when a run starts.
 """
 
 import contextlib
@@ -73,7 +73,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    """Imports a module, which may import Keras: that takes TensorFlow (3.15) where nobody has chosen."""
+    """Imports a module, with an installed backend for Keras.
+
+    The module may import Keras (3.15), which uses TensorFlow if no backend is chosen, even if it is not installed.
+    """
     if "KERAS_BACKEND" in os.environ or "keras" in sys.modules or is_installed("tensorflow"):
         return importlib.import_module(name)
     with contextlib.suppress(UserError):  # that none is installed: it is said where one is needed

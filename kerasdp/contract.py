@@ -1,11 +1,11 @@
-"""Defines the contract between a backend and the rest of kerasdp, as typed protocols.
+"""Defines the typed protocols that connect a backend with the rest of kerasdp.
 
-Each folder of `kerasdp.backends` has these names:
+Each folder of `kerasdp.backends` provides these names:
 
-- `devices.make_devices(config, cluster)`: chooses the devices of a run and makes virtual ones;
+- `devices.make_devices(config, cluster)`: chooses the devices of a run, and makes virtual devices;
 - `devices.start_workers(worker, devices, settings, train)`: calls a function in each worker process;
-- `data_parallel.DataParallel`: a `Strategy`, the whole of what differs between the backends in a worker. Others are in
-  `kerasdp.scale`.
+- `data_parallel.DataParallel`: a `Strategy`. It contains everything that differs between the backends in a worker.
+  `kerasdp.scale` has more strategies.
 """
 
 import dataclasses
@@ -32,13 +32,14 @@ Structure = Any
 
 
 class DeviceBatch(NamedTuple):
-    """A `kerasdp.data.batch.Batch` on this process's devices: what the step functions get.
+    """Holds a `kerasdp.data.batch.Batch` on the devices of this process, as input of the step functions.
 
     Attributes:
-        inputs: the rows of this process's replicas, with padding, as `kerasdp.data.sampling.Split` says.
-        targets: likewise; None if there are none.
-        sample_weight: likewise.
-        indices: place in the data set of each row of the global batch; its length is the number of real rows.
+        inputs: the rows of this process's replicas, with padding; see `kerasdp.data.sampling.Split`.
+        targets: the targets of these rows; None if there are no targets.
+        sample_weight: the sample weights of these rows; None if there are no weights.
+        indices: index in the data set of each row of the global batch. Its length is the number of rows without
+            padding.
     """
 
     inputs: Structure
@@ -48,13 +49,15 @@ class DeviceBatch(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a training step gives. With several steps, `loss` and `learning_rate` have an entry a step.
+    """Holds the results of a training step.
+
+    For several steps in one call, `loss` and `learning_rate` have one entry for each step.
 
     Attributes:
-        loss: of the global batch, a scalar tensor; None if the step does not tell it.
-        learning_rate: with which the weights were updated, a scalar tensor; None likewise.
-        logs: Keras' logs: the metrics of the epoch up to here.
-        observed: what `kerasdp.step.observer.observed` recorded.
+        loss: loss of the global batch, a scalar tensor; None if the step does not return it.
+        learning_rate: learning rate of the update, a scalar tensor; None if the step does not return it.
+        logs: the Keras logs, with the metrics of the epoch so far.
+        observed: values that `kerasdp.step.observer.observed` recorded.
     """
 
     loss: Tensor | None
@@ -65,15 +68,15 @@ class Trained(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFunctions:
-    """What `kerasdp.training.loop` calls for each batch of a model; the model's variables hold the state.
+    """Holds the functions that `kerasdp.training.loop` calls for each batch. The variables of the model hold the state.
 
     Attributes:
-        train: trains on a batch, and records as much as its second argument says.
-        test: updates the metrics; returns Keras' logs.
-        predict: returns the outputs of the global batch.
-        train_several: trains on several batches of one shape in one program, and gives the logs of the last. None: the
-            steps of a call run one after the other.
-        description: a line that says how the devices share the model; may be empty.
+        train: trains on a batch. Its second argument says how much it records.
+        test: updates the metrics, and returns the Keras logs.
+        predict: returns the outputs for the global batch.
+        train_several: trains on several batches of one shape in one program, and returns the logs of the last step.
+            None: the steps of a call run one after the other.
+        description: one line that says how the devices share the model; may be empty.
     """
 
     train: Callable[[DeviceBatch, "Detail"], Trained]
@@ -84,15 +87,15 @@ class StepFunctions:
 
 
 class ShardPass(NamedTuple):
-    """What a forward pass of training gives on one replica.
+    """Holds the results of a forward pass in training on one replica.
 
     Attributes:
-        layers: outputs of each layer, for this replica's rows, in the order of the calls.
-        outputs: of the model, for the global batch, if the loss is computed of these.
-        loss: of the global batch; None if it was not computed.
+        layers: outputs of each layer for this replica's rows, in the order of the calls.
+        outputs: outputs of the model for the global batch, if the loss is computed from them.
+        loss: loss of the global batch; None if it was not computed.
         first_row: index of the replica's first row in the global batch.
-        num_rows: rows of the replica that are not padding.
-        rows: of the replica, padding included.
+        num_rows: rows of the replica without padding.
+        rows: rows of the replica with padding.
     """
 
     layers: dict[str, Tensor]
@@ -104,35 +107,36 @@ class ShardPass(NamedTuple):
 
 
 class SingleProcess:
-    """`Processes` where one process drives all devices."""
+    """Implements `Processes` for a single process that controls all devices."""
 
     rank, num_processes = 0, 1
 
     def all_gather_object(self, value: T) -> list[T]:
-        """See `Processes`."""
+        """Returns a list with the value, since there is one rank."""
         return [value]
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """See `Processes`."""
+        """Returns the number, since there is one rank."""
         return number
 
     def any_rank(self, flag: bool) -> bool:
-        """See `Processes`."""
+        """Returns the flag, since there is one rank."""
         return flag
 
     def open_scatter(self) -> None:
-        """See `Processes`."""
+        """Returns None, since there is no other process to send data to."""
 
 
 class Strategy(Protocol):
-    """How the devices of a run share the work: what differs between the backends in a worker.
+    """Defines how the devices of a run share the work.
 
-    Made before Keras is imported. A strategy names this class as its base, and so has the answers written here; the
-    others it gives itself.
+    A strategy contains everything that differs between the backends in a worker process. kerasdp makes the strategy
+    before it imports Keras. A strategy inherits from this class, and implements the methods that have no body
+    here.
 
     Attributes:
         processes: exchanges values between the processes of the run.
-        split: how the replicas split a batch. A `fit` sets it: batches of a training may have micro-batches.
+        split: says how the replicas split a batch. Each `fit` sets it, since training batches may have micro-batches.
     """
 
     processes: Processes
@@ -143,53 +147,56 @@ class Strategy(Protocol):
         return nullcontext()
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings a batch to the devices of this process. Called in a reading thread."""
+        """Copies a batch to the devices of this process. Runs in a reading thread."""
 
     def running(self, model: "keras.Model") -> AbstractContextManager[None]:
-        """Returns the context around `fit`, `evaluate` and `predict`."""
+        """Returns the context in which `fit`, `evaluate` and `predict` run."""
         return nullcontext()
 
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
-        """Returns the step functions that train, test and predict with a built model on all devices.
+        """Returns the step functions that train, evaluate and predict with a built model on all devices.
 
-        `run_state` says how many steps there will be.
+        `run_state` says how many steps the run will have.
         """
 
     def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
-        """Calls a function in each replica of this process, and returns the results in the order of the replicas.
+        """Calls a function in each replica of this process. Returns the results in the order of the replicas.
 
         Args:
-            function: of nothing.
-            is_traced: whether it computes with tensors that have no numbers, as what compiles a step does. jax always
-                traces: called eagerly, each operation would be compiled by itself.
+            function: a function without arguments.
+            is_traced: whether the function runs with abstract tensors that have no values, as under a compiler. JAX
+                always traces, because eager calls would compile each operation separately.
 
         Raises:
-            Exception: of the framework's, where a function that is traced asks for a number.
+            Exception: the framework's error if a traced function needs the value of a tensor.
         """
 
     def shard_steps(self, model: "keras.Model") -> Any:
         """Returns the `kerasdp.step.replica.ShardSteps` of a model, for calls within `each_replica`.
 
-        For strategies that split batches.
+        Only strategies that split batches implement this method.
         """
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas.
+        """Returns the paths of variables that are not bit-equal on all replicas. Seeds count as variables.
 
-        `state_only`: of those alone that are not trained.
+        With `state_only`, compares only variables that are not trained.
         """
 
     def gather_variables(self, model: "keras.Model") -> None:
-        """Gives each process the values of all variables, where it computes only some of them."""
+        """Copies the values of all variables to each process, if a process computes only some of them."""
 
     def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """Returns what `take` makes of each variable's value. Called by all processes together, as `gather_variables`.
+        """Returns the result of `take` for each variable's value. All processes must call it together.
 
-        Of variables that are held in parts, one whole is there at a time. With None this process wants nothing.
+        Sharded variables are gathered one at a time. A process that passes None as `take` gets an empty list.
         """
         self.gather_variables(model)
         return [] if take is None else [take(variable) for variable in variables]
 
     def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device of this process (on the CPU: the process) has used."""
+        """Returns the peak memory in bytes: the maximum over the devices of this process.
+
+        On the CPU it is the peak memory of the process.
+        """
         return peak_memory_of_process()

@@ -1,4 +1,4 @@
-"""Defines the errors that end a run: each is one line for the user, and an exit code."""
+"""Defines the errors that end a run. Each has a one-line message for the user, and an exit code."""
 
 import os
 import re
@@ -6,10 +6,10 @@ import shlex
 import sys
 import types
 
-# Flags that are named otherwise than their field of `Config`.
+# Flags whose name differs from their field of `Config`.
 FIELDS_OF_FLAGS = {"gpus": "num_devices"}
 
-# In the environment while a recipe runs from the command line, so that its worker processes know, too.
+# Environment variable that is set while a recipe runs from the command line. Worker processes inherit it.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
 _SWITCHES = ("deterministic", "resume")
 # The user and the query of a URL: clouds put passwords before the host's `@`, signatures and tokens after a `?`.
@@ -22,21 +22,22 @@ _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 
 
 def say_flags() -> None:
-    """Lets all messages of this process, and of its workers, name flags: it was started by a command line."""
+    """Makes messages of this process and its workers show options as flags, because a command line started the run."""
     os.environ[_FROM_COMMAND_LINE] = "1"
 
 
 def is_from_command_line() -> bool:
-    """Returns whether messages name flags."""
+    """Returns whether messages show options as flags."""
     return _FROM_COMMAND_LINE in os.environ
 
 
 def addressed(message: str) -> str:
-    """Returns a message in which choices are written as the user writes them, on the command line or in Python.
+    """Shows the options in a message as flags or as Python arguments, depending on how the program was started.
 
     Args:
-        message: with flags, as `--gpus=2`. They stay on the command line, and become arguments, as `num_devices=2`, for
-            people in Python. What has several lines is another program's text, and stays as it is.
+        message: a message with flags, such as `--gpus=2`. On the command line they stay. For Python they become
+            arguments, such as `num_devices=2`. A message of several lines comes from another program and is not
+            changed.
     """
     if is_from_command_line() or "\n" in message:
         return message
@@ -54,11 +55,11 @@ def _as_argument(flag: re.Match[str]) -> str:
 
 
 def redacted(text: str, url: str = "") -> str:
-    """Returns a text without the passwords and tokens of the URLs in it, as `ftp://***@host/run`.
+    """Returns a text without the passwords and tokens of its URLs, such as `ftp://***@host/run`.
 
     Args:
-        text: to be shown or written.
-        url: what another program was given, whose text this may be: its password is not shown alone, either.
+        text: a text to show or write.
+        url: a URL that another program received. If the text has the URL's password without the URL, it is removed too.
     """
     user = _URL_USER.search(url)
     for secret in user[0][len(user[1]) : -1].split(":", 1)[1:] if user else ():
@@ -67,13 +68,13 @@ def redacted(text: str, url: str = "") -> str:
 
 
 class RunError(Exception):
-    """A run that has to end. The message says what was expected, what was received and what to do.
+    """An error that ends a run. The message says what was expected, what was received and what to do.
 
-    It is the base class of all errors of a run. A program that does not catch it ends with the message in one line, and
-    with the exit code `exit_code` (1, unless a subclass says otherwise).
+    It is the base class of all errors of a run. A program that does not catch it prints the message as one line. The
+    exit code is the attribute `exit_code`: 1, unless a subclass changes it.
 
     Args:
-        message: the text. It names choices as flags, `--gpus=2`; people in Python read `num_devices=2`. Passwords in
+        message: the text. It contains options as flags, `--gpus=2`; Python users read `num_devices=2`. Passwords in
             URLs are removed.
 
     Example:
@@ -100,15 +101,15 @@ class RunError(Exception):
         super().__init__(redacted(addressed(message)))
 
     def _render_traceback_(self) -> list[str]:
-        """Returns the lines that a notebook shows: the message, which is whole, without the frames of this package.
+        """Returns the lines that a notebook shows: only the message, without the stack.
 
-        IPython asks every exception for this method (IPython/core/interactiveshell.py, since 0.11).
+        IPython calls this method of an exception (IPython/core/interactiveshell.py, since 0.11).
         """
         return [f"{type(self).__name__}: {self}"]
 
 
 class UserError(RunError, ValueError):
-    """A flag, an argument or a file that cannot be used as given. The exit code is 2. It is also a `ValueError`.
+    """A flag, an argument or a file that cannot be used. The exit code is 2. It is also a `ValueError`.
 
     Example:
         ```python
@@ -125,7 +126,7 @@ class UserError(RunError, ValueError):
 
 
 class DeviceError(RunError):
-    """A device failed: it has too little memory, another program holds it, the way to the others is closed."""
+    """A device failed: it is out of memory, another program uses it, or its connection to other devices is broken."""
 
 
 class NonFiniteLossError(RunError):
@@ -137,11 +138,11 @@ class NonFiniteLossError(RunError):
 
 
 class ReplicasDifferError(RunError):
-    """The replicas of one model no longer hold the same weights."""
+    """The weights of a model differ between its replicas."""
 
 
 class PreemptedError(RunError):
-    """A signal (SIGTERM or SIGUSR1) asked the run to end, and the run has saved a checkpoint. The exit code is 99.
+    """A signal (SIGTERM or SIGUSR1) stopped the run, and the run saved a checkpoint. The exit code is 99.
 
     The message says how to resume the run.
 
@@ -170,15 +171,15 @@ class PreemptedError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint that cannot be used: corrupt or truncated."""
+    """A checkpoint is corrupt or truncated."""
 
 
 class WorkerError(RunError):
-    """A worker process died or raised; the text holds that worker's error."""
+    """A worker process died or raised an error. The message contains the error of the worker."""
 
 
 def way_to_resume(workdir: str | None, checkpoint_dir: str | None) -> str:
-    """Returns what resumes a run that has these folders, as it is typed on the command line or in Python."""
+    """Returns how to resume a run with these folders: flags, or a call of `launch` in Python."""
     folders = {"workdir": workdir, "checkpoint_dir": checkpoint_dir}
     given = {name: folder for name, folder in folders.items() if folder is not None}
     if is_from_command_line():
@@ -187,7 +188,7 @@ def way_to_resume(workdir: str | None, checkpoint_dir: str | None) -> str:
 
 
 def say_how_it_ends(error: RunError | KeyboardInterrupt) -> int:
-    """Prints what a program says last that an error or Ctrl-C ends; returns its exit code."""
+    """Prints the last message of a program that an error or Ctrl-C ends; returns the exit code."""
     line = str(error) if isinstance(error, PreemptedError) else f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         line = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
@@ -196,11 +197,10 @@ def say_how_it_ends(error: RunError | KeyboardInterrupt) -> int:
 
 
 def end_in_a_line() -> None:
-    """Lets a `RunError`, or Ctrl-C, that nobody catches end the program as a recipe ends: a line, and its exit code.
+    """Makes an uncaught `RunError` or Ctrl-C end the program with a one-line message and its exit code.
 
-    A program can only say so to `sys.excepthook`, which gets what has ended it; what catches the error is as ever.
-    An exit code is what the hook raises: Python (3.11 to 3.14) ends with a SystemExit that comes out of it.
-    With KERASDP_TRACEBACK=1 in the environment the frames are shown.
+    It sets `sys.excepthook`, so code that catches the error is not affected. The hook raises SystemExit to set the exit
+    code (Python 3.11 to 3.14). With KERASDP_TRACEBACK=1 in the environment the full traceback is shown.
     """
     former = sys.excepthook
     if os.environ.get("KERASDP_TRACEBACK") == "1" or getattr(former, "__module__", None) == __name__:

@@ -1,4 +1,4 @@
-"""Defines the arguments of `kerasdp.launch` as absl flags, and gives `launch` what a command line says.
+"""Defines the arguments of `kerasdp.launch` as absl flags, and returns their values for `launch`.
 
 Example:
     ```python
@@ -44,14 +44,15 @@ flags.disclaim_key_flags()  # --help lists them among the flags of the program t
 def define(*names: str, **defaults: Any) -> None:
     """Defines an absl flag for each argument of `kerasdp.launch`: `--backend`, `--gpus`, `--precision`, `--workdir` ...
 
-    A flag that the program has defined before, such as a `--batch_size` with another meaning, stays as it is.
+    A flag that the program has already defined, such as a `--batch_size` with another meaning, is not changed.
 
     Args:
-        *names: flags to define, as `"backend", "gpus"`, for a program that ignores the others. None: all flags.
-        **defaults: other defaults than in `kerasdp.launch`, by the name of the flag.
+        *names: flags to define, such as `"backend", "gpus"`, for a program that ignores the other options. None: all
+            flags.
+        **defaults: defaults that differ from `kerasdp.launch`, by the name of the flag.
 
     Raises:
-        UserError: if `kerasdp.launch` has no argument for such a flag.
+        UserError: if `kerasdp.launch` has no argument for one of these flags.
 
     Example:
         ```python
@@ -81,19 +82,19 @@ def define(*names: str, **defaults: Any) -> None:
 
 
 def values(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the arguments of `kerasdp.launch` that the command line gives.
+    """Returns the arguments of `kerasdp.launch` that the command line sets.
 
     Without `--workdir` the files of the run go to a new folder in `runs/`. After this call messages name flags, and an
     error of a run ends the program with one line.
 
     Args:
-        argv: the list that `app.run` passes to `main`: the name of the program, and arguments that are no flags.
+        argv: the list that `app.run` passes to `main`: the name of the program, and arguments that are not flags.
 
     Returns:
         Values by argument.
 
     Raises:
-        UserError: if `argv` has arguments that are no flags.
+        UserError: if `argv` has arguments that are not flags.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""Starts the workers of a run. The one place that maps the names of a backend and a strategy to their code."""
+"""Starts the workers of a run, and maps the names of backends and strategies to the classes that implement them."""
 
 import atexit
 import contextlib
@@ -76,40 +76,41 @@ def launch(
     max_restarts: int | None = None,
     hang_timeout: float | None = None,
 ) -> Any:
-    """Runs `train(runner)` on one or many devices.
+    """Runs `train(runner)` on one or more devices.
 
     With torch on several devices, `train` runs in one process per device. It runs in a new process if `max_restarts` or
     `hang_timeout` is given, or if this process has started another backend or fewer virtual devices. `train` is sent to
-    such a process with the objects that it refers to; the script or notebook does not run there again. In all other
+    a new process with the objects that it refers to; the script or notebook does not run there again. In all other
     cases `train` runs in this process.
 
-    An argument that is None keeps the value of `settings`, or the default. `help(kerasdp.Config)` says more about each.
+    An argument that is None keeps the value of `settings`, or the default. `help(kerasdp.Config)` documents each
+    argument in more detail.
 
     Args:
-        train: a function of a `kerasdp.Runner`, which builds and trains a Keras model. It may be any function, also a
-            nested one, a lambda, or a function of a notebook.
+        train: a function of a `kerasdp.Runner`, which builds and trains a Keras model. It may be any function,
+            including a nested function, a lambda, or a function of a notebook.
         settings: a `kerasdp.Config` to start from. None: all defaults.
         backend: `"torch"`, `"jax"` or `"tensorflow"`. Default: the backend of Keras.
-        num_devices: GPUs, TPUs or virtual CPU devices. Default: all GPUs or TPUs, or one CPU device.
+        num_devices: number of GPUs, TPUs or virtual CPU devices. Default: all GPUs or TPUs, or one CPU device.
         device: `"gpu"`, `"tpu"`, `"cpu"`, or `"auto"`: GPUs or TPUs if there are any.
         precision: `"auto"`, `"float32"`, `"tf32"`, `"bfloat16"`, `"float16"` or `"float64"`.
-        compile: torch: `"on"`, `"off"`, or `"auto"`: compile a step where many are to come.
+        compile: torch only: `"on"`, `"off"`, `"cudagraphs"`, or `"auto"`: compile if many steps remain.
         check: `"first"`: compare a split batch with a whole one before the first update; `"off"`.
-        shard: what each device holds a part of: `"none"`, `"optimizer"` or `"weights"`.
-        remat: layers that are computed again in the backward pass: `"none"`, `"blocks"`, or names.
-        strategy: what the devices share: `"data"`, `"pipeline"` (torch) or `"tensor"` (jax).
-        cut_at: names of layers after which a pipeline is cut, comma-separated.
+        shard: variables to shard over the devices: `"none"`, `"optimizer"` or `"weights"`.
+        remat: layers to compute again in the backward pass: `"none"`, `"blocks"`, or names.
+        strategy: how to split the work over the devices: `"data"`, `"pipeline"` (torch) or `"tensor"` (jax).
+        cut_at: names of layers after which a pipeline is split, comma-separated.
         split_size: samples per micro-batch of a pipeline.
-        batch_size: samples per step over all devices, where `fit` does not say. Default: 64.
-        accumulate: micro-batches per step, whose gradients are added up.
-        max_steps: updates after which the run ends.
-        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over the rows of each device.
+        batch_size: samples per step over all devices, unless `fit` sets it. Default: 64.
+        accumulate: number of micro-batches per step, whose gradients are added.
+        max_steps: number of updates after which the run ends.
+        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over the shard of each replica.
         seed: seed of initial weights, sample order and dropout. Default: 0.
-        deterministic: True: a repeated run on the same GPUs gives the same bits; slower.
-        workdir: folder for the files of the run. Default: none are written.
+        deterministic: True: a repeated run on the same GPUs is bitwise identical; slower.
+        workdir: folder for the files of the run. Default: the run writes no files.
         log_every: steps between two lines of `steps.jsonl`.
-        verbose: 0: nothing, 1: progress bar, 2: a line per epoch.
-        tracker: `"tensorboard"`, `"wandb"`, `"mlflow"`, or some of them, comma-separated.
+        verbose: 0: nothing, 1: progress bar, 2: one line per epoch.
+        tracker: one or more of `"tensorboard"`, `"wandb"` and `"mlflow"`, comma-separated.
         checkpoint_every: `"epoch"`, `"never"`, steps (`50`) or minutes (`"10m"`).
         checkpoint_dir: folder or URL of the checkpoints. Default: in `workdir`.
         checkpoint_weights: `"all"`, or `"trained"`: without frozen weights.
@@ -122,13 +123,12 @@ def launch(
         The value that `train` returned (with torch on several devices: on rank 0).
 
     Raises:
-        UserError: if this machine does not have what an argument asks for; if `train` must be sent to other processes
-            and refers to an object that cannot be sent; if it is called within the `train` of another launch.
-        RunError: if a worker failed; the text is the error of the worker.
-        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint. A program that does not catch
-            it ends with the message in one line, and with exit code 99.
-        KeyboardInterrupt: after Ctrl-C. The run saves a checkpoint of its last step first; a second Ctrl-C does not
-            wait for it.
+        UserError: if this machine cannot do what an argument requires. Also if `train` needs a new process and refers
+            to an object that cannot be sent, or if `train` itself calls `launch`.
+        RunError: if a worker failed; the message is the error of the worker.
+        PreemptedError: if SIGTERM or SIGUSR1 arrived, and the run saved a checkpoint. A program that does not catch it
+            prints the message as one line, and ends with exit code 99.
+        KeyboardInterrupt: after Ctrl-C. The run first saves a checkpoint of its last step; a second Ctrl-C skips that.
 
     Example:
         ```python
@@ -152,14 +152,14 @@ def launch(
     with _explained_end(settings, changes):
         if _training.locked():
             raise UserError(
-                "launch: the function of another launch runs in this process; call it when that has returned"
+                "launch: the function of another launch runs in this process; call launch after that has returned"
             )
         settings = dataclasses.replace(settings or Config(), **changes)
         # Before threads begin, which would have memory of their own.
         with hardware.kept_memory(choose_backend(settings.backend)), signals.noticed():
             cluster, settings = _resolve(settings)
             with _folders(cluster, settings):
-                if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
+                if settings.verbose != 0 and sys.stderr.isatty():  # else a user sees nothing for ten seconds or more
                     print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
                 result = _run(cluster, settings, train)
             return result.received() if isinstance(result, SentResult) else result
@@ -167,7 +167,7 @@ def launch(
 
 @contextlib.contextmanager
 def _explained_end(settings: Config | None, changes: dict[str, Any]) -> Iterator[None]:
-    """Lets Ctrl-C say how to resume, and an error that nobody catches be a line, as in a recipe."""
+    """Adds to Ctrl-C how to resume, and makes uncaught errors of a run end the program with one line."""
     try:
         yield
     except KeyboardInterrupt as end:
@@ -186,20 +186,21 @@ def _how_to_resume(settings: Config) -> str:
     from kerasdp.checkpoint.files import paths_in
 
     if not settings.keeps_checkpoints:
-        return addressed("it kept no checkpoints: add --workdir, and no --checkpoint_every=never")
+        return addressed("the run wrote no checkpoints: add --workdir, and leave out --checkpoint_every=never")
     of_fits = (paths_in(str(settings.checkpoints_of_fit(number))) for number in itertools.count(1))
     try:
         paths = list(itertools.takewhile(bool, of_fits))
     except OSError as error:
-        return f"its checkpoints cannot be looked at ({error})"
+        return f"the checkpoints cannot be read ({error})"
     way = way_to_resume(settings.workdir, settings.checkpoint_dir)
     return f"the newest checkpoint is {paths[-1][0]}; resume with {way}" if paths else "there is no checkpoint yet"
 
 
 def _resolve(settings: Config) -> tuple[Cluster | None, Config]:
-    """Returns the place of this process among several, and the settings with nothing left to choose.
+    """Returns the place of this process among several, and settings without open choices.
 
-    Raises `UserError` as `launch`.
+    Raises:
+        UserError: as in `launch`.
     """
     settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
     cluster = _find_cluster(settings)
@@ -209,7 +210,11 @@ def _resolve(settings: Config) -> tuple[Cluster | None, Config]:
 
 
 def _find_cluster(settings: Config) -> Cluster | None:
-    """Returns which of several processes this is; None: the only one. Raises `UserError` if they cannot train so."""
+    """Returns the place of this process among the processes of the run; None if it is the only process.
+
+    Raises:
+        UserError: if the processes cannot train together.
+    """
     found = None
     if settings.backend == "jax":
         found = importlib.import_module("kerasdp.backends.jax.processes").find_cluster()
@@ -218,12 +223,12 @@ def _find_cluster(settings: Config) -> Cluster | None:
         return None
     if settings.backend == "torch" and settings.max_restarts:
         raise UserError(
-            f"--max_restarts: not with the ranks of {found.source}, which may start them again, as torchrun "
-            "--max-restarts=3; leave it out"
+            f"--max_restarts: does not work with {found.source}; leave it out, and let the launcher restart the run, "
+            "for example with torchrun --max-restarts=3"
         )
     if settings.backend == "jax" and settings.strategy != "data":
         raise UserError(
-            f"--strategy={settings.strategy}: on one machine only. Received: several; use --strategy=data, with "
+            f"--strategy={settings.strategy}: works on one machine only. Received: several; use --strategy=data with "
             "--shard=weights"
         )
     return found
@@ -231,7 +236,7 @@ def _find_cluster(settings: Config) -> Cluster | None:
 
 @contextlib.contextmanager
 def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
-    """Makes the folders of a run, and keeps other runs out of them."""
+    """Creates the folders of a run, and prevents other runs from using them."""
     workdir = settings.workdir and os.path.abspath(settings.workdir)
     place, resume = settings.checkpoint_dir, settings.resume
     with contextlib.ExitStack() as stack:
@@ -249,20 +254,20 @@ def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_devices(settings: Config) -> Iterator[list[str]]:
-    """Makes the devices of a run in this process, to write parallelism by hand. It is a context manager.
+    """Makes the devices of a run in this process, for parallelism written by hand. It is a context manager.
 
-    Models that are built in the `with` block start with the weights that a run with these settings gives them.
+    Models that are built in the `with` block start with the same weights as in a run with these settings.
 
     Args:
-        settings: a `kerasdp.Config`; `backend`, `num_devices` (None: 2), `device`, `precision` and `seed` are read.
+        settings: a `kerasdp.Config`. The function reads `backend`, `num_devices` (None: 2), `device`, `precision` and
+            `seed`.
 
     Yields:
         A list with a name for each device, for `keras.device`: `["gpu:0", "gpu:1"]`. Without a GPU they are virtual CPU
-        devices. If there are fewer GPUs than `num_devices`, names occur more than once. With torch the CPU is one
-        device.
+        devices. If there are fewer GPUs than `num_devices`, names are repeated. With torch the CPU is one device.
 
     Raises:
-        UserError: if there is no such backend or device, or this process has started another backend.
+        UserError: if the backend or device does not exist, or this process has started another backend.
 
     Example:
         ```python
@@ -294,7 +299,7 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
             # For the framework's settings (TF32 and the like), which an engine makes when it is made.
             module.DataParallel(dataclasses.replace(devices, count=1), settings)
     except AlreadyStartedError as error:
-        raise UserError(f"{error}: begin in a new process") from error
+        raise UserError(f"{error}; call local_devices in a new process") from error
     # Only now may Keras be imported.
     from kerasdp.keras_compat.settings import set_precision, set_seed
     from kerasdp.same import initial_weights
@@ -308,7 +313,7 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
 
 
 def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
-    """Runs in this process, or in one that is watched, or where this one cannot have the devices."""
+    """Runs in this process; or in a supervised one, if the settings need it or this process cannot have the devices."""
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
         is_rank = cluster is not None and settings.backend == "torch"  # the program that started it watches over it
@@ -316,7 +321,7 @@ def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -
             return _start(cluster, settings, train)
     except AlreadyStartedError as reason:
         if settings.verbose != 0:
-            print(f"{reason}: this run gets a process of its own", flush=True)
+            print(f"{reason}: this run starts in a new process", flush=True)
     return supervise(functools.partial(_start, cluster), settings, train)
 
 
@@ -332,10 +337,10 @@ def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any])
 
 @contextlib.contextmanager
 def _native_stderr_suppressed() -> Iterator[None]:
-    """Silences what a framework's native code writes to stderr at its start; Python's errors are raised as ever.
+    """Suppresses the native stderr of a framework at its start. Python errors are still raised.
 
-    TensorFlow (2.21) prints four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says, and a warning where
-    there is no GPU. The first line of a run says how many GPUs there are.
+    TensorFlow (2.21) prints four lines about its build, whatever TF_CPP_MIN_LOG_LEVEL says, and a warning if there is
+    no GPU. The first line of a run reports the number of GPUs.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -349,10 +354,9 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 
 class _QuietTensorFlow(importlib.abc.MetaPathFinder):
-    """Imports TensorFlow, in a run of another backend, without what it prints, keeps it off the GPUs, and seeds it.
+    """Imports TensorFlow for `tf.data` in a run of another backend: without its output, without GPUs, and with a seed.
 
-    There it is imported for tf.data, which shuffles with that seed. By default it (2.21) would take all of each GPU's
-    memory.
+    `tf.data` shuffles with that seed. By default TensorFlow (2.21) would allocate all memory of each GPU.
     """
 
     def __init__(self, seed: int):
@@ -375,14 +379,14 @@ class _QuietTensorFlow(importlib.abc.MetaPathFinder):
 
 
 def _prepare_tensorflow(settings: Config) -> None:
-    """Lets TensorFlow be imported for tf.data, in a run of another backend, as `_QuietTensorFlow` does."""
+    """Installs `_QuietTensorFlow` if the run uses another backend than TensorFlow."""
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _QuietTensorFlow)]  # of a run before
     if settings.backend != "tensorflow":
         sys.meta_path.insert(0, _QuietTensorFlow(settings.seed))
 
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
-    """Makes strategy and `Runner` in a worker, and calls `train`."""
+    """Makes the strategy and the `Runner` in a worker, and calls `train`."""
     _prepare_tensorflow(settings)
     with signals.noticed(), _device_errors_told():
         with signals.delayed():
@@ -398,12 +402,12 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         elif (name := tf_data_of(train)) is not None:
             warn(
                 f"{name}, which {name_of(train)} refers to, is a tf.data.Dataset made before kerasdp.launch: if it "
-                f"shuffles, its order is not that of the run's seed; make it in {name_of(train)}"
+                f"shuffles, its order does not follow the run's seed; create it in {name_of(train)}"
             )
         processes, timeout = strategy.processes, settings.hang_timeout
         if processes.num_processes > 1:
             given = processes.all_gather_object((settings.workdir, settings.resume))
-            # By default one of rank 0's time and number. A host that its first command starts again resumes, too.
+            # By default the name has the time and process number of rank 0. All ranks resume if one of them does.
             settings = dataclasses.replace(settings, workdir=given[0][0], resume=any(resume for _, resume in given))
             timeout = HANG_TIMEOUT if timeout is None else timeout
         says_so = settings.verbose != 0 and processes.rank == 0
@@ -422,7 +426,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def _device_errors_told() -> Iterator[None]:
-    """Says in a line what went wrong on a device, which may be full before the first step."""
+    """Turns errors of a device, such as too little memory, into one-line errors."""
     try:
         yield
     except Exception as error:
@@ -436,7 +440,7 @@ _training = threading.Lock()  # held while `train` runs in this process
 
 @contextlib.contextmanager
 def _only_prints_of(is_chief: bool) -> Iterator[None]:
-    """Lets what `train` prints come once, on torch as on the others; what ranks write to stderr comes from each."""
+    """Discards stdout on all ranks except rank 0, so that `print` shows each line once. Keeps stderr of every rank."""
     with contextlib.ExitStack() as stack:
         if not is_chief:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

@@ -1,8 +1,9 @@
-"""The models of images, the built-in ones and those of keras.applications without their head, and the optimizer.
+"""Defines the built-in image models, loads backbones of keras.applications, and makes optimizers by name.
 
-The built-in ones, from the smallest to the largest, are plain Keras. Each takes `input_shape`, `(height, width,
-channels)`; `num_classes`, the number of logits; and `kernel_initializer`, of every kernel, None: Glorot uniform. It
-returns a model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+The built-in models are plain Keras, from the smallest to the largest. Each function takes `input_shape`, `(height,
+width, channels)`; `num_classes`, the number of logits; and `kernel_initializer` for all kernels, None: Glorot uniform.
+It returns a model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, shape `(batch,
+num_classes)`.
 """
 
 import inspect
@@ -23,18 +24,19 @@ def build_model(
     """Builds a model by the name of its function.
 
     Args:
-        name: `"lenet"`, `"lenet(activation='relu')"` or another model of this module; or `"my_model.py:build"`, a
-            function that is called as `build(input_shape=, num_classes=)`.
+        name: `"lenet"`, `"lenet(activation='relu')"` or another built-in model; or `"my_model.py:build"`, a
+            user-defined function that is called as `build(input_shape=, num_classes=)`.
         input_shape: shape of one input, without the batch axis.
         num_classes: number of logits.
-        builders: the functions that `name` can name. None: `mlp`, `lenet`, `convnet`, `resnet18` and `resnet50`.
+        builders: functions that `name` can refer to. None: `mlp`, `lenet`, `convnet`, `resnet18` and `resnet50`.
 
     Returns:
         A `keras.Model`, not compiled, whose outputs are logits of shape `(batch, num_classes)`. The built-in models
-        take images from 0 to 255, and scale them; `"mlp"` also takes vectors, which it does not scale.
+        scale images from 0 to 255. `"mlp"` also takes vectors, which it does not scale.
 
     Raises:
-        UserError: if there is no such model, the user's function cannot be called so, or returns no Keras model.
+        UserError: if there is no such model; if the user-defined function does not take these arguments, or returns no
+            Keras model.
 
     Example:
         ```python
@@ -72,11 +74,11 @@ def build_model(
 
 
 def make_optimizer(name: str, learning_rate: Any = None) -> keras.optimizers.Optimizer:
-    """Makes an optimizer of Keras by its name.
+    """Makes a Keras optimizer by its name.
 
     Args:
-        name: with arguments or without, as `"adam"` or `"sgd(momentum=0.9)"`.
-        learning_rate: a number or a schedule of Keras. None: the one in `name`, or the optimizer's own.
+        name: a name with or without arguments, such as `"adam"` or `"sgd(momentum=0.9)"`.
+        learning_rate: a number or a Keras schedule. None: the learning rate in `name`, or the optimizer's default.
 
     Returns:
         A Keras optimizer.
@@ -117,15 +119,15 @@ def _initializer(text: str) -> Any:
     return {"class_name": name, "config": arguments} if arguments else name
 
 
-# Of both published ResNets (PyTorch's momentum of 0.1 is Keras' 0.9). With Keras' own 0.99 the moving averages are far
-# behind after an epoch of some hundred steps, and so is the accuracy that is measured with them.
+# As in both published ResNets (PyTorch's momentum of 0.1 is Keras' 0.9). With Keras' default of 0.99, the moving
+# averages lag after an epoch of some hundred steps, and the measured accuracy is too low.
 _NORM = {"momentum": 0.9, "epsilon": 1e-5}
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds two dense layers, the hidden one of 10 units: the toy of the PyTorch tutorial on model parallelism.
+    """Builds two dense layers, the hidden one with 10 units: the toy model of the PyTorch model parallelism tutorial.
 
-    `input_shape` may also be `(features,)`, which are not scaled; the published toy has `(10,)` and 5 outputs.
+    `input_shape` may also be `(features,)`; features are not scaled. The tutorial has `(10,)` and 5 outputs.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     if len(input_shape) == 1:
@@ -140,10 +142,10 @@ def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str 
 def lenet(
     input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None, activation: str = "tanh"
 ) -> keras.Model:
-    """Builds two convolutions with average pooling, then two dense layers: LeNet.
+    """Builds LeNet: two convolutions with average pooling, then two dense layers.
 
-    As in the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998), for images of `(28, 28, 1)`.
-    The chapter has `activation="relu"`, which amplifies round-off: where an input is almost 0, its gradient is 0 or 1.
+    It follows the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998), for images of `(28, 28,
+    1)`. The chapter uses `activation="relu"`. ReLU amplifies round-off: near 0, its gradient jumps between 0 and 1.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
@@ -157,9 +159,10 @@ def lenet(
 
 
 def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds three convolutions with batch norm, pooling, a dense layer, dropout.
+    """Builds three convolutions with batch norm, pooling, a dense layer and dropout.
 
-    As in the Keras guide "Multi-GPU distributed training with PyTorch" (keras.io, 2023), for images of `(28, 28, 1)`.
+    It follows the Keras guide "Multi-GPU distributed training with PyTorch" (keras.io, 2023), for images of `(28, 28,
+    1)`.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
@@ -179,10 +182,10 @@ def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: 
 
 
 def resnet18(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds a 3x3 stem without max-pooling and four stages of two residual blocks: 64, 128, 256, 512 filters.
+    """Builds ResNet-18: a 3x3 stem without max-pooling, and four stages of two blocks with 64, 128, 256, 512 filters.
 
-    ResNet-18 for images of `(28, 28, 1)`, as in d2l.ai 13.6 (He et al. 2016, arXiv:1512.03385). The book has kernels of
-    `random_normal(stddev=0.01)`.
+    It follows d2l.ai 13.6 (He et al. 2016, arXiv:1512.03385), for images of `(28, 28, 1)`. The book initializes kernels
+    with `random_normal(stddev=0.01)`.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
@@ -199,7 +202,10 @@ def resnet18(input_shape: tuple[int, ...], num_classes: int, kernel_initializer:
 def _basic_block(
     x: keras.KerasTensor, filters: int, *, strides: int, name: str, kernels: dict[str, Any]
 ) -> keras.KerasTensor:
-    """Adds conv-BN-ReLU-conv-BN, plus the shortcut, ReLU; convolutions have a bias. `strides=2` halves the image."""
+    """Adds a residual block: conv-BN-ReLU-conv-BN, plus the shortcut, then ReLU.
+
+    The convolutions have a bias. `strides=2` halves the image.
+    """
     shortcut = x
     if strides != 1:
         shortcut = layers.Conv2D(filters, 1, strides=strides, name=f"{name}_shortcut", **kernels)(x)
@@ -222,10 +228,11 @@ def _padded_conv(
 
 
 def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds a 7x7 stem with max-pooling and four stages of 3, 4, 6, 3 bottleneck blocks: 25.6 million parameters.
+    """Builds ResNet-50: a 7x7 stem with max-pooling, and four stages of 3, 4, 6, 3 bottleneck blocks.
 
-    ResNet-50 (He et al. 2016, arXiv:1512.03385), with the stride in the 3x3 convolution, as torchvision has it. The
-    paper has images of `(224, 224, 3)` and 1000 classes. `kernel_initializer` None: He normal, as in the paper.
+    It has 25.6 million parameters (He et al. 2016, arXiv:1512.03385), and the stride in the 3x3 convolution, as in
+    torchvision. The paper uses images of `(224, 224, 3)` and 1000 classes. `kernel_initializer` None: He normal, as in
+    the paper.
     """
     kernels = {"kernel_initializer": kernel_initializer or "he_normal"}
     inputs, x = _image_input(input_shape)
@@ -245,7 +252,10 @@ def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer:
 def _bottleneck(
     x: keras.KerasTensor, filters: int, strides: int, widen: bool, name: str, kernels: dict[str, Any]
 ) -> keras.KerasTensor:
-    """Adds 1x1, 3x3, 1x1 convolutions and the shortcut, which `widen` convolves, too; gives `4 * filters` channels."""
+    """Adds 1x1, 3x3 and 1x1 convolutions, plus the shortcut. The output has `4 * filters` channels.
+
+    `widen` puts a convolution on the shortcut, too.
+    """
     shortcut = _conv_norm(x, 4 * filters, 1, strides, f"{name}_shortcut", kernels) if widen else x
     x = layers.ReLU(name=f"{name}_relu1")(_conv_norm(x, filters, 1, 1, f"{name}_1", kernels))
     x = layers.ZeroPadding2D(1, name=f"{name}_pad")(x)
@@ -262,10 +272,10 @@ def _conv_norm(
 
 
 def _image_input(input_shape: tuple[int, ...]) -> tuple[keras.KerasTensor, keras.KerasTensor]:
-    """Returns an input for images from 0 to 255, and the same scaled to [0, 1].
+    """Returns an input for images from 0 to 255, and the same images scaled to [0, 1].
 
-    The scaling is part of the model, so uint8 images travel to the device as they are, and a saved model takes
-    the same images as the one that was trained.
+    The scaling is part of the model. So images are sent to the device as uint8, and a saved model takes the same images
+    as in training.
 
     Returns:
         The model's input, shape `(batch, *input_shape)`, and the tensor to build the model on.
@@ -278,9 +288,9 @@ def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tupl
     """Loads a model of `keras.applications` without its head, and the function that preprocesses its images.
 
     Args:
-        name: a function of `keras.applications`, as `"MobileNetV2"`.
-        weights: `"imagenet"`: Keras downloads them. `"none"`: random weights. Or the path of a `.weights.h5` file of
-            the same model without its head.
+        name: name of a function of `keras.applications`, such as `"MobileNetV2"`.
+        weights: `"imagenet"`: Keras downloads the weights. `"none"`: random weights. Or the path of a `.weights.h5`
+            file of the same model without its head.
         input_shape: `(height, width, 3)`.
 
     Returns:
@@ -314,7 +324,7 @@ def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tupl
         reason = " ".join(str(error).split())
         way = "; without a network: --weights=FILE.weights.h5, or none" if weights == "imagenet" else ""
         raise UserError(
-            f"--backbone: {name} with --weights={weights} cannot be made for images of shape {input_shape} "
+            f"--backbone: {name} with --weights={weights} cannot be loaded for images of shape {input_shape} "
             f"({reason:.300}){way}"
         ) from error
     module = getattr(keras.applications, builder.__module__.rpartition(".")[2])

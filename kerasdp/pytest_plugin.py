@@ -9,7 +9,7 @@
     def test_portable(training_parity):
         training_parity(build_model, (x, y))
 
-Such a test runs once for each backend and device count; a backend that is not installed is skipped by name.
+This test runs once for each backend and device count. Backends that are not installed are skipped.
 """
 
 import argparse
@@ -25,15 +25,15 @@ _REFERENCES = pytest.StashKey[dict[Any, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options that choose backends and device counts."""
+    """Adds the options that select backends and device counts."""
     group = parser.getgroup("kerasdp", "training parity of Keras models")
-    said = "Comma-separated; the first installed is the reference."
+    said = "Backends, comma-separated; the first installed one is the reference."
     group.addoption("--parity-backends", type=_backends, default=list(BACKENDS), help=said)
     group.addoption("--parity-devices", type=_counts, default=[1, 2], help="Numbers of devices, comma-separated.")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes a test of each way to train."""
+    """Creates one test for each backend and device count."""
     if "training_parity" in metafunc.fixturenames:
         backends, counts = (metafunc.config.getoption(name) for name in ("--parity-backends", "--parity-devices"))
         ways = list(itertools.product(backends, counts))
@@ -42,11 +42,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Returns a function that trains a model in this test's way, and fails if that diverges from the reference.
+    """Returns a function that trains a model in one way, and fails the test if it diverges from the reference.
 
-    Call it as `training_parity(build_model, data, ...)`; the arguments are those of `kerasdp.parity.compare` without
-    `backends`, `device_counts` and `report`. The reference is the first installed backend on the first number of
-    devices (with `batch_norm="replica"`: on as many devices).
+    Call it as `training_parity(build_model, data, ...)`. The arguments are the arguments of `kerasdp.parity.compare`,
+    without `backends`, `device_counts` and `report`. The reference is the first installed backend on the first number
+    of devices. With `batch_norm="replica"` the reference has as many devices as this test.
     """
     from kerasdp import parity
     from kerasdp.processes.devices import is_installed

@@ -1,4 +1,4 @@
-"""Holds what all rooms share: where a training is and how far it may go, and what is made for a model."""
+"""Holds the state of a training run: the epoch, the step, the position in the data, and caches for each model."""
 
 import contextlib
 import enum
@@ -9,7 +9,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
 class Detail(enum.IntEnum):
-    """How much a step records: nothing; a few numbers; every layer's output and every weight's gradient, too."""
+    """Says how much a training step records.
+
+    `SUMMARY` records a few scalars. `EVERYTHING` also records the output of each layer and the gradient of each weight.
+    """
 
     NOTHING = 0
     SUMMARY = 1
@@ -17,33 +20,36 @@ class Detail(enum.IntEnum):
 
 
 class StepObserver(Protocol):
-    """Records what training steps compute on their way; see `kerasdp.step.observer`."""
+    """Records values that training steps compute; see `kerasdp.step.observer`."""
 
     @property
     def detail(self) -> Detail:
-        """Returns how much the next step is to record."""
+        """Returns how much the next step has to record."""
 
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
-        """Takes the loss of a step, the indices of its samples, and what it recorded."""
+        """Receives the loss of a step, the indices of its samples, and the recorded values."""
 
 
-# Called after each step with the loss of its global batch and its learning rate, scalar tensors (None if the step does
-# not tell them), and the number of its rows.
+# Called after each step with the loss of the global batch, the learning rate, and the number of rows. The first two are
+# scalar tensors, or None if the step does not return them.
 StepListener = Callable[[Any, Any, int], None]
 
 
 class Position(NamedTuple):
-    """A place between two steps: `batch` batches of epoch `epoch` (counted from 0) are trained."""
+    """Marks a place between two steps of a training.
+
+    At this place `batch` batches of epoch `epoch` are trained. Epochs count from 0.
+    """
 
     epoch: int
     batch: int
 
 
 class Evaluated(NamedTuple):
-    """What is evaluated or predicted, maybe at the end of each epoch of a `fit`.
+    """Describes the data of an evaluation or a prediction. `fit` may evaluate at the end of each epoch.
 
     Attributes:
-        num_batches: in all; None if not known.
+        num_batches: number of batches of all evaluations together; None if not known.
         batch_size: rows of a full batch.
     """
 
@@ -52,25 +58,26 @@ class Evaluated(NamedTuple):
 
 
 class RunState:
-    """Owns epoch, step, position in the data and the end of a training. Others read it, or call its methods.
+    """Holds the epoch, the step, the position in the data and the end of a training run.
 
-    It lives as long as a `Runner`, whose step functions are kept from one `fit` to the next; `begin_fit` resets it.
+    Only this class changes these values. Other code reads them or calls its methods. One `RunState` lives as long as a
+    `Runner`, and step functions stay valid from one `fit` to the next. `begin_fit` resets it.
 
     Attributes:
-        description: of the step functions that run: how the devices share the model.
-        observer: records the steps from when it is set, if there is one.
-        evaluated: by the running call of `fit`, `evaluate` or `predict`; None: nothing.
-        step: updates made.
-        first_step: those of the run that is resumed.
-        epoch: the current one, from 0.
-        batch: batches of the current epoch that are trained, those before a resume point included.
-        num_batches: of an epoch; None if that is not known.
-        epochs: after which the training ends.
-        max_steps: after which it ends; None: nothing but the data ends it.
+        description: says how the devices share the model, for the step functions that run.
+        observer: records the steps, if it is set.
+        evaluated: the data that the running `fit`, `evaluate` or `predict` evaluates; None if there is no such data.
+        step: number of weight updates.
+        first_step: value of `step` at the resume point; 0 in a new run.
+        epoch: the current epoch, from 0.
+        batch: trained batches of the current epoch, including the batches before a resume point.
+        num_batches: batches of an epoch; None if not known.
+        epochs: number of epochs after which the training ends.
+        max_steps: number of steps after which the training ends; None if there is no limit.
         batch_size: rows of a full batch.
         epoch_images: rows trained in the current epoch.
-        epoch_seconds: of the training part of each epoch that is over.
-        epoch_rates: images a second, likewise.
+        epoch_seconds: duration of the training part of each finished epoch.
+        epoch_rates: images per second of each finished epoch.
         is_epoch_cut: whether the current epoch ended before its last batch.
     """
 
@@ -89,7 +96,10 @@ class RunState:
         epochs: int = 1,
         max_steps: int | None = None,
     ) -> None:
-        """Resets everything but observer, listeners and `evaluated`. Arguments: see the attributes."""
+        """Resets the state for a new `fit`. Keeps the observer, the listeners and `evaluated`.
+
+        For the arguments see the attributes of the class.
+        """
         self.batch_size, self.num_batches, self.epochs, self.max_steps = batch_size, num_batches, epochs, max_steps
         self.step = self.first_step = self.epoch = self.batch = self.epoch_images = 0
         self.epoch_seconds: list[float] = []
@@ -104,7 +114,7 @@ class RunState:
 
     @contextlib.contextmanager
     def of_full_batch(self, num_rows: int) -> Iterator[None]:
-        """Returns the context of a step whose batch is a full one, whatever those of the training are."""
+        """Sets the size of a full batch to `num_rows` for one step, and restores the former size at exit."""
         kept, self.batch_size = self.batch_size, num_rows
         try:
             yield
@@ -114,13 +124,13 @@ class RunState:
     def resume(
         self, step: int, position: Position, *, was_stopped: bool = False, measured: dict[str, Any] | None = None
     ) -> None:
-        """Continues the training of a checkpoint. Call between `begin_fit` and the first epoch.
+        """Restores the state from a checkpoint. Call it after `begin_fit` and before the first epoch.
 
         Args:
-            step: after which it was saved.
-            position: of its next batch.
-            was_stopped: whether a callback had ended the training there.
-            measured: what `measurements` returned there.
+            step: number of steps at the time of the checkpoint.
+            position: position of the next batch.
+            was_stopped: whether a callback had stopped the training at this point.
+            measured: the result of `measurements` at the time of the checkpoint.
         """
         self.step = self.first_step = step
         self._resume_point, self.epoch = position, position.epoch
@@ -139,13 +149,13 @@ class RunState:
         self._clock, self._seconds = time.perf_counter() - done, None
 
     def after_step(self, loss: Any, indices: Any, seen: dict[str, Any], learning_rate: Any = None) -> None:
-        """Counts a step, and tells observer and listeners.
+        """Counts a step, and calls the observer and the listeners.
 
         Args:
-            loss: of the global batch, a scalar tensor; None if the step does not tell it.
-            indices: in the data set, of the rows of the global batch.
-            seen: what `kerasdp.step.observer.observed` recorded.
-            learning_rate: with which the weights were updated, a scalar tensor, if the step tells it.
+            loss: loss of the global batch, a scalar tensor; None if the step does not return it.
+            indices: index in the data set of each row of the global batch.
+            seen: values that `kerasdp.step.observer.observed` recorded.
+            learning_rate: learning rate of the update, a scalar tensor; None if the step does not return it.
         """
         num_rows = indices.shape[0]
         self.step += 1
@@ -157,23 +167,29 @@ class RunState:
             listener(loss, learning_rate, num_rows)
 
     def after_batch(self, *, is_stopping: bool) -> None:
-        """Notes whether the training stops here, in the middle of an epoch."""
+        """Records whether the training stops in the middle of an epoch."""
         self.is_epoch_cut = is_stopping and self.batch != self.num_batches
 
     def stop_clock(self) -> None:
-        """Ends the epoch's training part; the validation is not measured. Later calls change nothing."""
+        """Stops the clock at the end of the epoch's training part, so that validation does not count.
+
+        Later calls in the same epoch change nothing.
+        """
         if self._seconds is None and self._clock is not None:
             self._seconds = time.perf_counter() - self._clock
 
     def end_epoch(self) -> None:
-        """Adds the epoch to those that are over."""
+        """Adds the duration and the speed of the epoch to the lists of finished epochs."""
         self.stop_clock()
         self.epoch_seconds.append(self.seconds_of_epoch)
         self.epoch_rates.append(self.epoch_images / self.seconds_of_epoch)
         self._clock = None
 
     def measurements(self) -> dict[str, Any]:
-        """Returns what `resume` needs of images and seconds; none of an epoch that is over."""
+        """Returns the durations and image counts that `resume` needs.
+
+        Between two epochs the values of the current epoch are 0.
+        """
         is_in_epoch = self._clock is not None
         return {
             "epoch_seconds": self.epoch_seconds,
@@ -184,7 +200,7 @@ class RunState:
 
     @property
     def seconds_of_epoch(self) -> float:
-        """Returns the seconds of the current epoch's training part, up to now."""
+        """Returns the seconds that the training part of the current epoch has taken so far."""
         if self._seconds is not None or self._clock is None:
             return self._seconds or 0.0
         return time.perf_counter() - self._clock
@@ -196,35 +212,35 @@ class RunState:
 
     @property
     def num_skipped(self) -> int:
-        """Batches of the current epoch before the resume point."""
+        """Returns the number of batches of the current epoch before the resume point."""
         return self._resume_point.batch if self.epoch == self._resume_point.epoch else 0
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole training; None if not known."""
+        """Returns the number of steps of the whole training; None if not known."""
         steps = self.num_batches and self.num_batches * self.epochs
         return min(filter(None, [steps, self.max_steps]), default=None)
 
     def steps_left(self) -> int | None:
-        """Returns how many more steps `max_steps` allows; None if any number."""
+        """Returns how many more steps `max_steps` allows; None if there is no limit."""
         return None if self.max_steps is None else max(self.max_steps - self.step, 0)
 
     @property
     def is_at_last_step(self) -> bool:
-        """Returns whether `max_steps` are done."""
+        """Returns whether the training has done `max_steps` steps."""
         return self.steps_left() == 0
 
     @property
     def detail(self) -> Detail:
-        """Returns how much the next step is to record."""
+        """Returns how much the next step has to record."""
         return Detail.NOTHING if self.observer is None else self.observer.detail
 
     def add_listener(self, listener: StepListener) -> None:
-        """Calls `listener(loss, learning_rate, num_rows)` after each step from now on."""
+        """Registers a listener. Each later step calls `listener(loss, learning_rate, num_rows)`."""
         self._listeners.append(listener)
 
     def remove_listener(self, listener: StepListener) -> None:
-        """Ends what `add_listener` began; nothing if it is over already."""
+        """Removes a listener. Does nothing if it is not registered."""
         with contextlib.suppress(ValueError):
             self._listeners.remove(listener)
 
@@ -234,19 +250,20 @@ _ATTRIBUTE = "_kerasdp_caches"
 
 
 class ModelCache(Generic[T]):
-    """One value per model, for step functions and pipeline engines, which are expensive to make.
+    """Stores one value for each model, such as step functions or a pipeline engine, which are expensive to make.
 
-    These refer to their model. A `WeakKeyDictionary` with models as its keys would therefore keep every model for as
-    long as the run: such values can only be held by the model itself. So each model holds one dictionary for all
-    caches, by cache and weak in them: no cache can see another's values, and they end with whichever ends first.
+    The values refer to their model. In a `WeakKeyDictionary` with models as keys they would keep each model alive for
+    the whole run. Therefore each model holds its values itself, in one dictionary with the caches as weak keys. No
+    cache sees the values of another cache. A value is freed with its model or its cache, when the first of the two is
+    freed.
     """
 
     def get(self, model: object) -> T | None:
-        """Returns the model's value; None if it has none."""
+        """Returns the value for a model; None if there is no value."""
         return getattr(model, _ATTRIBUTE, {}).get(self)
 
     def put(self, model: object, value: T) -> None:
-        """Sets the model's value."""
+        """Stores the value for a model."""
         if not hasattr(model, _ATTRIBUTE):
             object.__setattr__(model, _ATTRIBUTE, weakref.WeakKeyDictionary())  # past Keras' tracking of attributes
         getattr(model, _ATTRIBUTE)[self] = value

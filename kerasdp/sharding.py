@@ -1,23 +1,25 @@
-"""Says which variables several devices hold in parts, along which axis each is cut, and what that spares: one rule."""
+"""Defines which variables are sharded over devices, along which axis, and how much memory that saves."""
 
 import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Numbers below which a variable stays whole: to send so few takes longer than to hold them.
+# Variables with fewer values are not sharded: sending them takes longer than the saved memory is worth.
 SMALLEST = 2**11
 
 
 def cut_axis(shape: Sequence[int], num_parts: int) -> int | None:
-    """Returns the axis along which a variable is cut: the largest one that divides, of several equal ones the last.
+    """Returns the axis along which a variable is sharded: the largest one that `num_parts` divides.
+
+    Of several such axes it is the last one.
 
     Args:
-        shape: of the variable.
-        num_parts: devices that hold one part each.
+        shape: shape of the variable.
+        num_parts: number of devices, with one shard each.
 
     Returns:
-        The axis; None if the variable stays whole.
+        The axis; None if the variable is not sharded.
     """
     if math.prod(shape) < SMALLEST or num_parts == 1:
         return None
@@ -26,18 +28,18 @@ def cut_axis(shape: Sequence[int], num_parts: int) -> int | None:
 
 
 def part_of(whole: Any, axis: int, number: int, num_parts: int) -> Any:
-    """Returns one of the parts of a tensor along an axis, which their number divides."""
+    """Returns one shard of a tensor along an axis, whose size must be a multiple of `num_parts`."""
     length = whole.shape[axis] // num_parts
     return whole[(slice(None),) * axis + (slice(number * length, (number + 1) * length),)]
 
 
 def part_shape(shape: Sequence[int], axis: int, num_parts: int) -> tuple[int, ...]:
-    """Returns the shape of each of the parts along an axis of a tensor."""
+    """Returns the shape of a shard of a tensor."""
     return tuple(size // num_parts if place == axis else size for place, size in enumerate(shape))
 
 
 def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
-    """Returns the bytes of variables on a device, of which so many hold one part each of those that are cut."""
+    """Returns the bytes that variables use on one device, if they are sharded over `num_parts` devices."""
     return sum(
         math.prod(variable.shape)
         * bytes_of_number(variable.dtype)
@@ -47,6 +49,6 @@ def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
 
 
 def bytes_of_number(dtype: Any) -> int:
-    """Returns the bytes of a number of a type."""
+    """Returns the bytes of one value of a dtype."""
     bits = re.search(r"\d+$", str(getattr(dtype, "name", dtype)))
     return int(bits[0]) // 8 if bits else 1

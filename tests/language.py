@@ -48,6 +48,14 @@ CONSTRUCTIONS = {
     r"as yet": "yet",
     r"nothing but": "only",
     r"what is (?:in|of|for|beyond|behind)": "name the thing",
+    r"alike": "the same ... on every backend",
+    r"as ever": "as before",
+    r"the (former|latter)": "repeat the noun",
+    r"beside": "next to, compared with",
+    r"once more": "again",
+    r"(is|are|was|were) to come": "remain, follow",
+    r"refus(e|es|ed|ing)": "raises an error",
+    r"(has|have|had) to be": "must",
 }
 
 
@@ -60,7 +68,7 @@ def prose(text: str) -> str:
 
 
 def blocks(page: pathlib.Path) -> Iterator[str]:
-    """Yields paragraphs, list items, and, of the page of flags, the meanings; other tables have phrases, no sentences."""
+    """Yields paragraphs, list items, and the meanings in the tables of flags.md. Other tables have phrases only."""
     lines: list[str] = []
     for line in [*prose(page.read_text()).splitlines(), ""]:
         is_new = not line.strip() or re.match(r"\s*([-*] |\d+\. |#|\||>)", line)
@@ -75,9 +83,10 @@ def blocks(page: pathlib.Path) -> Iterator[str]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Returns the sentences of a paragraph; what follows a colon in a list item is a sentence as well."""
+    """Returns the sentences of a paragraph. Text after a colon counts as a sentence."""
     text = re.sub(r"\b(e\.g|i\.e|etc|vs|no)\.", r"\1", text)
-    return [part.strip() for part in re.split(r"(?<=[.!?])\)?\s+(?=[A-Z(`\"'])|(?<=:)\s+", text) if part.strip()]
+    begin = r"[A-Z(`\"']|kerasdp|keras|torch|jax|tensorflow"
+    return [part.strip() for part in re.split(rf"(?<=[.!?])\)?\s+(?={begin})|(?<=:)\s+", text) if part.strip()]
 
 
 def errors() -> Iterator[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""Trains on torch, jax or tensorflow: one folder per backend, the same file names in each; `base` is the contract."""
+"""Trains with torch, jax or tensorflow. Each backend is one folder; `kerasdp.contract` defines its contents."""

@@ -1,1 +1,1 @@
-"""Writes and reads checkpoints, and exports the finished model."""
+"""Writes and reads checkpoints, and exports trained models."""

@@ -1,4 +1,4 @@
-"""Decides when a checkpoint of a `fit` is written, and resumes from one."""
+"""Decides when `fit` writes a checkpoint, and resumes from a checkpoint."""
 
 import dataclasses
 import math
@@ -27,10 +27,14 @@ _NOTHING, _SAVE, _END = range(3)
 
 
 def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], folder: str) -> Checkpoint | None:
-    """Gives a model and its optimizer the values of the newest checkpoint of a folder; returns it, or None.
+    """Loads the newest checkpoint of a folder into a model and its optimizer.
+
+    Returns:
+        The checkpoint; None if there is none.
 
     Raises:
-        UserError: if none of several can be used, the ranks find different ones, or it belongs to another run.
+        UserError: if no checkpoint of the folder can be used; if the ranks find different checkpoints; if the
+            checkpoint belongs to another run.
     """
     found = files.load_newest(folder, report.warn if processes.rank == 0 else lambda text: None)
     own = socket.gethostname(), found and found[1].checksum
@@ -38,8 +42,8 @@ def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], f
     for machine, checksum in others:
         if checksum != expected:
             raise UserError(
-                f"--resume: the newest checkpoint in {folder} is not the same on {first} and {machine}; put --workdir "
-                "where every machine sees it, or copy it to each"
+                f"--resume: the newest checkpoint in {folder} differs between {first} and {machine}; put --workdir on "
+                "a shared file system, or copy it to each machine"
             )
     if found is None:
         return None
@@ -55,15 +59,15 @@ def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], f
 class Checkpointer:
     """Writes a checkpoint when one is due, and when a signal asks the run to end.
 
-    Not a callback: it saves what the callbacks left, so it is called after all of them. Each rank has one, but only
-    rank 0 writes: the state is the same on all.
+    It saves the state of the callbacks, so it is called after all callbacks and is not a callback itself. Each rank has
+    one, but only rank 0 writes, because the state is the same on all ranks.
 
     Args:
-        reader: of the data.
-        stateful: the callbacks whose state is saved.
-        identity: what must be the same for a run to resume.
-        folder: or URL, of the checkpoints.
-        resumed: the checkpoint from which the run resumes, or None.
+        reader: reader of the training data.
+        stateful: callbacks whose state is saved.
+        identity: facts that must be the same when the run resumes.
+        folder: folder or URL of the checkpoints.
+        resumed: checkpoint from which the run resumes, or None.
     """
 
     config: Config
@@ -94,7 +98,7 @@ class Checkpointer:
             self.writer.last_good = files.path_of(self.folder, self.resumed.state["step"])
 
     def restore_callbacks(self) -> None:
-        """Gives the callbacks their saved state. Call after their `on_train_begin`, in which they reset it."""
+        """Restores the saved state of the callbacks. Call it after `on_train_begin`, which resets that state."""
         for callback in self.stateful:
             set_monitor_direction(callback)
         # Without the attributes that it has set: they are always saved.
@@ -108,14 +112,14 @@ class Checkpointer:
         self._unsaved = [training_state.unsaved_attributes(callback) for callback in self.stateful]
 
     def begin_epoch(self) -> None:
-        """Gives the metrics the values of a resumed epoch's first part, which Keras has just reset."""
+        """Restores the metrics if the run resumes within an epoch. Keras has just reset them."""
         self._train_metrics = {}
         if self.resumed and self.resumed.state["batch"]:
             training_state.restore(self.model, self.resumed.arrays, ("metrics",))
         self.resumed = None
 
     def after_step(self) -> None:
-        """Writes a checkpoint if one is due; ends the run if a signal has come."""
+        """Writes a checkpoint if one is due; ends the run if a signal has arrived."""
         step = self.run_state.step
         # A call may train several steps: of these the last one counts.
         is_due = self.every_steps and step // self.every_steps > self._last_step // self.every_steps
@@ -129,25 +133,25 @@ class Checkpointer:
             self._save(self.run_state.position)
 
     def keep_metrics(self) -> None:
-        """Keeps the training metrics. Call before an evaluation, which resets them."""
+        """Stores the training metrics. Call it before an evaluation, which resets them."""
         known = training_state.variables_of(self.model, ("metrics",))
         values = self.strategy.read(self.model, list(known.values()), training_state.to_numpy)
         self._train_metrics = dict(zip(known, values))
 
     def after_test_step(self) -> None:
-        """Ends the run if a signal has come; a resumed one starts with the validation."""
+        """Ends the run if a signal has arrived. The resumed run starts with the validation."""
         if self.processes.all_reduce_max_delayed(self._request()) == _END:
             self._end(self.run_state.position)
 
     def after_epoch(self, logs: dict[str, Any]) -> None:
-        """Writes a checkpoint, unless the epoch was cut short: then that of its last step counts."""
+        """Writes a checkpoint at the end of an epoch. After an early end, the last step's checkpoint is used."""
         if not self.run_state.is_epoch_cut:
             self._save(Position(self.run_state.epoch + 1, 0), is_best=self._is_best(logs), wait=True)
         if self.processes.any_rank(signals.noted() is not None):
             self._end(None)
 
     def _request(self) -> int:
-        """Returns what this rank requests of all."""
+        """Returns the request of this rank: to end, to save, or nothing."""
         if signals.noted() is not None:
             return _END
         if self.every_seconds and self.writer and time.monotonic() - self._last_time > self.every_seconds:
@@ -156,7 +160,7 @@ class Checkpointer:
         return _NOTHING
 
     def _is_best(self, logs: dict[str, Any]) -> bool:
-        """Returns whether the model is the best so far, by validation loss, else by training loss."""
+        """Returns whether this is the best model so far, by validation loss, or by training loss without validation."""
         name = "val_loss" if "val_loss" in logs else "loss"
         score = logs.get(name)
         if not isinstance(score, float) or not math.isfinite(score):
@@ -167,7 +171,11 @@ class Checkpointer:
         return True
 
     def close(self) -> str | None:
-        """Waits for what is being written; returns which checkpoint is missing, and why, on rank 0, if one is."""
+        """Waits for a running write.
+
+        Returns:
+            On rank 0, a text that says which checkpoint is missing and why; None if all were written.
+        """
         if self.writer is None:
             return None
         self.writer.close()
@@ -175,15 +183,15 @@ class Checkpointer:
 
     @property
     def last_good(self) -> str | None:
-        """Returns the newest checkpoint that was written, on rank 0."""
+        """Returns the path of the newest written checkpoint, on rank 0."""
         return self.writer.last_good if self.writer else None
 
     def _save(self, position: Position, *, is_best: bool = False, wait: bool = False) -> None:
-        """Saves a checkpoint to resume at `position`. If one is still being written, waits or does nothing."""
+        """Saves a checkpoint to resume at `position`. During another write it waits (`wait=True`) or does nothing."""
         step = self.run_state.step
         is_known = step == self._last_saved and not is_best and position.batch
         is_written = self.writer is not None and not is_known and (wait or not self.writer.is_busy)
-        # Where each rank holds a part of the model all take part in reading it.
+        # If the model is sharded, all ranks take part in reading it.
         if not is_written and self.config.shard == "none" and self.config.strategy == "data":
             return
         if is_written:
@@ -216,22 +224,22 @@ class Checkpointer:
         self._last_saved = step
 
     def _left_out(self) -> dict[str, Any]:
-        """Returns the weights of the model that checkpoints of this run leave out, by name: none by default.
+        """Returns the model weights that the checkpoints of this run leave out, by name. By default there are none.
 
         Raises:
-            UserError: if they are not what they were when the training began: a resumed run would lose that.
+            UserError: if these weights have changed since the training began. A resumed run would lose the change.
         """
         if self.config.checkpoint_weights == "all":
             return {}
         if training_state.digest_of_frozen(self.model, self.strategy.read) != self.identity[training_state.FROZEN]:
             raise UserError(
-                f"--checkpoint_weights=trained: frozen weights of {self.model.name}, which no checkpoint holds, have "
-                "changed, or others were frozen, since the training began; leave it out"
+                f"--checkpoint_weights=trained: frozen weights of {self.model.name} have changed, or other weights "
+                "were frozen, since the training began; checkpoints do not hold them, so use --checkpoint_weights=all"
             )
         return training_state.frozen(self.model)
 
     def _warn_of_unsaved(self) -> None:
-        """Names attributes of callbacks that changed and are in no checkpoint, each once."""
+        """Warns once about each callback attribute that changed and cannot be saved."""
         changed = [
             f"{type(callback).__name__}.{name}"
             for callback, before in zip(self.stateful, self._unsaved)
@@ -242,8 +250,8 @@ class Checkpointer:
         if new:
             self._warned.update(new)
             report.warn(
-                f"no checkpoint holds {', '.join(new)}, which changed: of a callback, numbers, text, arrays, and "
-                "lists, dictionaries, tuples and sets of such are saved"
+                f"checkpoints do not hold {', '.join(new)}, which changed: callback attributes are saved if they are "
+                "numbers, text, arrays, or lists, dictionaries, tuples and sets of these"
             )
 
     def _end(self, position: Position | None) -> None:

@@ -1,8 +1,8 @@
-"""Writes and reads checkpoint files: never half-written, never loaded if corrupt.
+"""Writes and reads checkpoint files. Writes are atomic, and a corrupt file raises an error.
 
-A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors): arrays by name after a
-JSON header, no pickle, readable by many tools. What is not an array is in the header as JSON. The format has no
-checksum, so the header carries one of everything else, the number of the format included.
+A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors). It has a JSON header
+and arrays by name, and no pickle; many tools can read it. The rest of the state is JSON in the header. The format has
+no checksum, so the header contains a checksum of the arrays, the state and the number of the format.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import safetensors.numpy
 from kerasdp.checkpoint.storage import OutOfReachError, folder_at
 from kerasdp.errors import CheckpointError, UserError
 
-# Increased when an older reader would misread, or wrongly refuse, what is written. Only this one is read.
+# Increased when an older kerasdp would misread, or wrongly reject, a new file. Only this format can be read.
 FORMAT = 4
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
@@ -31,9 +31,9 @@ class Checkpoint:
     """The state of a run after a step.
 
     Args:
-        arrays: by name; floats and whole numbers of any size.
-        state: all else, as JSON can hold it; `step` is the number of updates made.
-        checksum: of the file from which it was loaded.
+        arrays: arrays of floats and integers, by name.
+        state: the rest of the state, as JSON can hold it. `step` is the number of updates.
+        checksum: checksum of the file that it was loaded from; empty if it was not loaded.
     """
 
     arrays: dict[str, np.ndarray]
@@ -42,25 +42,25 @@ class Checkpoint:
 
 
 def path_of(folder: str, step: int) -> str:
-    """Returns the path of a step's checkpoint."""
+    """Returns the path of the checkpoint of a step."""
     return os.path.join(folder, f"step-{step:08d}.safetensors")
 
 
 def paths_in(folder: str) -> list[str]:
-    """Returns the checkpoints of a folder, the newest first."""
+    """Returns the paths of the checkpoints in a folder, the newest first."""
     found = [(int(match[1]), match[0]) for match in map(_NAME.fullmatch, folder_at(folder).names()) if match]
     return [os.path.join(folder, name) for _, name in sorted(found, reverse=True)]
 
 
 def save(path: str, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint; at `path` is either the whole of it or what was there before, even if the power fails.
+    """Writes a checkpoint atomically: even after a power failure, `path` has the complete new or the old file.
 
     Raises:
         OSError: if it cannot be written.
     """
     folder, name = os.path.split(path)
     state = json.dumps(checkpoint.state)
-    # safetensors (0.8) writes the bytes as they lie: of a transposed array, such as a recurrent kernel on torch, wrong.
+    # safetensors (0.8) writes bytes in memory order. That is wrong for transposed arrays (a recurrent kernel on torch).
     arrays = {name: np.asarray(array, order="C") for name, array in checkpoint.arrays.items()}
     metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(state, arrays)}
     try:
@@ -71,11 +71,11 @@ def save(path: str, checkpoint: Checkpoint) -> None:
 
 
 def load(path: str) -> Checkpoint:
-    """Reads a checkpoint and checks every bit of it.
+    """Reads a checkpoint and verifies its checksum.
 
     Raises:
-        CheckpointError: if it is not what was written.
-        UserError: if nothing can be read there, or it is of another format.
+        CheckpointError: if the file is corrupt or truncated.
+        UserError: if the file cannot be read, or has another format.
     """
     folder, name = os.path.split(path)
     try:
@@ -89,7 +89,7 @@ def load(path: str) -> Checkpoint:
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         if metadata["sha256"] != _checksum(metadata["state"], arrays):
-            raise CheckpointError(f"{path} is corrupt: its checksum is wrong")
+            raise CheckpointError(f"{path} is corrupt: its checksum does not match")
         return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]), checksum=metadata["sha256"])
     except (CheckpointError, UserError):
         raise
@@ -101,14 +101,17 @@ def load(path: str) -> Checkpoint:
 
 
 def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkpoint] | None:
-    """Loads the newest checkpoint that can be used, and its path; None if there is no checkpoint at all.
+    """Loads the newest usable checkpoint of a folder.
 
     Args:
-        folder: of the checkpoints.
-        report: called with the reason for each one that cannot be used.
+        folder: folder or URL of the checkpoints.
+        report: function that is called with the reason for each checkpoint that cannot be used.
+
+    Returns:
+        A tuple of its path and the checkpoint; None if the folder has no checkpoints.
 
     Raises:
-        UserError: if none can be used, nothing can be read there, or one is of another format.
+        UserError: if no checkpoint can be used, the folder cannot be read, or a checkpoint has another format.
     """
     try:
         paths = paths_in(folder)
@@ -118,30 +121,30 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
         try:
             return path, load(path)
         except CheckpointError as error:
-            report(f"{error}; trying the one before it")
+            report(f"{error}; trying the checkpoint before it")
     if paths:
         raise UserError(
-            f"--resume: none of the {len(paths)} checkpoints in {folder} can be used (see above); train again in "
-            "another --workdir or --checkpoint_dir"
+            f"--resume: cannot use any of the {len(paths)} checkpoints in {folder} (see above); train again in another "
+            "--workdir or --checkpoint_dir"
         )
     return None
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own, and removes old ones.
+    """Writes checkpoints in a thread, and removes old ones.
 
     Attributes:
-        last_good: the newest checkpoint that was written.
-        unwritten: says which checkpoint is missing since then, and why; None if none is.
+        last_good: path of the newest checkpoint that was written.
+        unwritten: a text that says which later checkpoint is missing, and why; None if none is missing.
     """
 
     def __init__(self, folder: str, keep: int, report: Callable[[str], None]):
-        """Begins.
+        """Starts no write.
 
         Args:
-            folder: or URL.
-            keep: how many of the newest stay.
-            report: called with what cannot be written.
+            folder: folder or URL of the checkpoints.
+            keep: number of newest checkpoints to keep.
+            report: function that is called with a message if a checkpoint cannot be written.
         """
         self.folder, self.keep, self._report = folder, keep, report
         self.last_good: str | None = None
@@ -155,26 +158,26 @@ class Writer:
         return self._running is not None and not self._running.done()
 
     def write(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
-        """Starts to write; waits for the one before it. `is_best` writes `best.safetensors`, too."""
+        """Starts to write a checkpoint after the previous one is written. `is_best` also writes `best.safetensors`."""
         self.wait()
         # Training continues, and changes what the state is made of.
         checkpoint = dataclasses.replace(checkpoint, state=json.loads(json.dumps(checkpoint.state)))
         self._running = self._pool.submit(self._write, checkpoint, is_best)
 
     def wait(self) -> None:
-        """Waits until all is on disk."""
+        """Waits until all checkpoints are on disk."""
         if self._running is not None:
             self._running.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits for the last write, and ends the thread."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
     def _write(self, checkpoint: Checkpoint, is_best: bool) -> None:
-        """Writes a checkpoint, unless a weight is not finite: the run ends by itself then, and sound ones must stay."""
+        """Writes a checkpoint, unless a weight is NaN or infinite. Then the run ends, and the valid files must stay."""
         path = path_of(self.folder, checkpoint.state["step"])
         try:
             for name, array in checkpoint.arrays.items():

@@ -1,4 +1,4 @@
-"""Names the variables of a model and its optimizer by their place in it, and Keras objects by their arguments."""
+"""Names the variables of models and optimizers the same on every backend, and describes Keras objects as text."""
 
 import collections
 import dataclasses
@@ -22,13 +22,13 @@ _UNSURE = "?"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names of what a model holds, as paths from the model down.
+    """Names of the parts of a model, the same on every backend. Each name is a path from the model down.
 
     Args:
-        layers: all layers but the model itself.
-        variables: by `id`.
-        metrics: those that layers hold as attributes, by `id`.
-        optimizers: those that layers hold as attributes, but for that of `compile`.
+        layers: all layers except the model itself, with their names.
+        variables: name of each variable, by `id`.
+        metrics: name of each metric that is an attribute of a layer, by `id`.
+        optimizers: optimizers that are attributes of a layer, with their names, without the optimizer of `compile`.
     """
 
     layers: list[tuple[str, keras.layers.Layer]]
@@ -40,10 +40,10 @@ class Names:
 def names_in(model: keras.Model) -> Names:
     """Names the layers, variables and metrics of a model.
 
-    A name holds those of the layers above, without the numbers by which Keras tells instances apart; where two in a
-    layer share one, also the place in the graph or the attribute. Of several ways to a shared layer the one through the
-    graph counts, then the shortest, then the first by its letters. What no graph and no attribute holds may share a
-    name with others.
+    A name contains the names of the layers above it, without the counters that Keras appends to instance names. If two
+    parts of a layer share a name, their position in the graph or their attribute is added. A shared layer can be
+    reached on several paths. The path through the graph is used, then the shortest, then the alphabetically first.
+    Parts that are in no graph and no attribute may share a name.
     """
     names = Names(layers=[], variables={}, metrics={}, optimizers=[])
     of_compile = getattr(model, "optimizer", None)
@@ -80,11 +80,11 @@ def names_in(model: keras.Model) -> Names:
 
 
 def named(model: keras.Model, group: str) -> list[tuple[str, Any]]:
-    """Returns the variables of a group with their names, which begin with that of the group.
+    """Returns the variables of a group with their names. Each name begins with the name of the group.
 
     Args:
-        model: built and, for groups other than `"model"`, compiled.
-        group: of `GROUPS`.
+        model: a built model; for groups other than `"model"`, also compiled.
+        group: one of `GROUPS`.
     """
     names = names_in(model)
     if group == "model":
@@ -108,17 +108,17 @@ def named(model: keras.Model, group: str) -> list[tuple[str, Any]]:
 
 
 def is_unsure(name: str) -> bool:
-    """Returns whether a name is that of one of several variables that cannot be told apart."""
+    """Returns whether several variables share this name, so that they cannot be distinguished."""
     return re.search(rf" \{_UNSURE}\d+$", name) is not None
 
 
 def _without_numbers(name: str) -> str:
-    """Returns a name without the numbers by which Keras tells instances apart."""
+    """Returns a name without the counters that Keras appends to instance names."""
     return re.sub(r"_\d+(?=$|/|_)", "", name)
 
 
 def _numbers(names: list[str]) -> Iterator[int | None]:
-    """Yields for each name which of several that are alike it is, from 0; None if there is no other."""
+    """Yields for each name a counter from 0 among equal names; None if the name is unique."""
     counts = collections.Counter(names)
     numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
     for name in names:
@@ -126,7 +126,7 @@ def _numbers(names: list[str]) -> Iterator[int | None]:
 
 
 def _numbered(things: Sequence[Any], attributes: Sequence[str | None] | None = None) -> list[str]:
-    """Returns the names of layers or variables in their order; those that several share with an attribute or number."""
+    """Returns the names of layers or variables. Names that occur several times get their attribute or a counter."""
     names = [_without_numbers(thing.name) for thing in things]
     marks = attributes or [None] * len(names)
     return [
@@ -136,7 +136,12 @@ def _numbered(things: Sequence[Any], attributes: Sequence[str | None] | None = N
 
 
 def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
-    """Yields the layers in a layer: whether each has no place there, or one outside of its graph, its name, and it."""
+    """Yields the layers directly in a layer.
+
+    Yields:
+        A tuple for each layer: whether it has no attribute and no place in the graph, whether it is outside the graph,
+            its name, and the layer.
+    """
     for label, layer in zip(_numbered(parts.in_order), parts.in_order):
         yield False, False, label, layer
     for layer in parts.other_layers:
@@ -145,7 +150,7 @@ def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
 
 
 def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
-    """Names metrics by the layer that holds them; the others by their name, and those that share one by order."""
+    """Names metrics by the layer that holds them, and other metrics by their name, with a counter if not unique."""
     _, of_compile = made_by_compile(model)
     held: list[tuple[str, Any]] = []
     others: list[tuple[str, Any]] = []
@@ -168,7 +173,7 @@ def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
 
 
 def _named_in_optimizer(optimizer: Any, names: Names, group: str) -> list[tuple[str, Any]]:
-    """Names what an optimizer keeps for a weight by that weight, and the rest by its own name."""
+    """Names the optimizer's slot variables after their weight, and its other variables by their names."""
     if optimizer is None:
         return []
     inner = inner_optimizer(optimizer)
@@ -192,7 +197,7 @@ _SKIPPED = ("name", "dtype", "seed", "module", "registered_name", "build_config"
 
 
 def in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
-    """Returns kind and arguments of a Keras object in words; only the kind if it has no config."""
+    """Describes a Keras object by its class and arguments; only by its class if it has no config."""
     if isinstance(thing, (dict, list, tuple)):
         return json.dumps(keras.tree.flatten(keras.tree.map_structure(in_words, thing)))
     arguments = {name: value for name, value in arguments_of(thing).items() if name not in without}
@@ -201,7 +206,7 @@ def in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
 
 
 def arguments_of(thing: Any) -> dict[str, Any]:
-    """Returns the arguments of a Keras object; none if it has no config, as a user-defined layer may."""
+    """Returns the arguments of a Keras object; empty if it has no config. Some user-defined layers have none."""
     try:
         return getattr(thing, "get_config", dict)()
     except NotImplementedError:  # what Keras raises where a class has none of its own
@@ -209,7 +214,7 @@ def arguments_of(thing: Any) -> dict[str, Any]:
 
 
 def comparable(value: Any) -> Any:
-    """Returns the arguments in a config as JSON can hold them, without what depends on precision, process and backend.
+    """Returns a config as JSON can hold it, without values that depend on precision, process or backend.
 
     Args:
         value: a config, or a part of one.

@@ -1,10 +1,10 @@
-"""Gathers and restores what a checkpoint holds, in NumPy and JSON: the same on every backend and device count.
+"""Collects and restores the content of a checkpoint as NumPy and JSON, the same on every backend and device count.
 
-That is the variables, the identity of the run, the callbacks' attributes, and the layers of the model.
+The content is the variables, the identity of the run, the attributes of callbacks, and the layers of the model.
 
-A callback's attributes in JSON: `{"array": key}` stands for an array, `{"weights": [...]}` for arrays like the weights
-of the model, and `{"kind": class, "items": [...]}` for a container other than a list. A user's dictionary has the last
-form, whatever it contains.
+JSON for attributes of callbacks: `{"array": key}` is an array. `{"weights": [...]}` is a list of arrays with the shapes
+of the model's weights. `{"kind": class, "items": [...]}` is a container other than a list. Every dictionary has the
+last form, whatever it contains.
 """
 
 import contextlib
@@ -37,21 +37,21 @@ _FLAGS = ("seed", "batch_norm")
 
 
 def variables_of(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, Any]:
-    """Returns all variables: of the model (seeds of random layers among them), the optimizer and the metrics.
+    """Returns all variables by name: of the model (with seeds of random layers), the optimizer and the metrics.
 
-    They are named as in `kerasdp.checkpoint.names`.
+    The names are defined in `kerasdp.checkpoint.names`.
     """
     return {name: variable for group in groups for name, variable in named(model, group)}
 
 
 def frozen(model: keras.Model) -> dict[str, Any]:
-    """Returns the weights of a model that were made to train, and do not, by name."""
+    """Returns the frozen weights of a model by name: weights that are trainable by definition, but are not trained."""
     known = {id(variable) for variable in frozen_weights(model)}
     return {name: variable for name, variable in named(model, "model") if id(variable) in known}
 
 
 def digest_of_frozen(model: keras.Model, read: Read) -> str:
-    """Returns a digest of the names and values of the weights of `frozen`."""
+    """Returns a digest of the names and values of the frozen weights."""
     of_names = dict(sorted(frozen(model).items()))
     digests = read(model, list(of_names.values()), lambda value: digest_of([to_numpy(value)]))
     return digest_of(map(_as_bytes, (*of_names, *digests)))
@@ -60,16 +60,16 @@ def digest_of_frozen(model: keras.Model, read: Read) -> str:
 def restore(
     model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str], without: Collection[str] = frozenset()
 ) -> None:
-    """Gives variables the values that `to_numpy` took, in whatever precision they have now.
+    """Assigns the arrays of a checkpoint to variables, in the precision that the variables have now.
 
     Args:
-        model: built and, for the groups other than `"model"`, compiled.
-        arrays: by the names of `variables_of`.
-        groups: of `GROUPS`; `"loss_scale"` is skipped where there is none.
-        without: names of variables that the arrays leave out.
+        model: a built model; for groups other than `"model"`, also compiled.
+        arrays: arrays by the names of `variables_of`.
+        groups: some of `GROUPS`. `"loss_scale"` is skipped if the model or the checkpoint has no loss scale.
+        without: names of variables that the checkpoint leaves out.
 
     Raises:
-        UserError: if the model or the optimizer has other variables than were saved, or some that share a name.
+        UserError: if the variables differ from the saved ones in name or shape, or if several share a name.
     """
     for group in groups:
         known = {name: array for name, array in arrays.items() if name.startswith(f"{group}/")}
@@ -80,14 +80,14 @@ def restore(
         odd = next((name for name in (*own, *known) if name not in known or own.get(name) != known[name].shape), None)
         if odd is not None:
             raise UserError(
-                f"the checkpoint is of another {group}: {odd} has shape {known[odd].shape if odd in known else 'none'} "
-                f"there, {own.get(odd, 'none')} here"
+                f"the checkpoint has another {group}: {odd} has shape {known[odd].shape if odd in known else 'none'} "
+                f"in the checkpoint, {own.get(odd, 'none')} here"
             )
         unsure = next(filter(is_unsure, own), None)
         if unsure is not None:
             raise UserError(
-                f"the checkpoint has several {unsure.rpartition(' ')[0]}, and {model.name} too: which is which cannot "
-                "be told; give each layer a name or an attribute of its own, and train again"
+                f"the checkpoint and {model.name} both have several variables called {unsure.rpartition(' ')[0]}; give "
+                "each layer a unique name or store it in an attribute, and train again"
             )
         for name, variable in variables:
             kind = keras.backend.standardize_dtype(variable.dtype)
@@ -96,19 +96,19 @@ def restore(
 
 
 def to_numpy(variable: Any) -> np.ndarray:
-    """Returns a copy of the value of a variable, or a tensor; of bfloat16 in float32."""
+    """Returns a copy of the value of a variable or tensor. bfloat16 becomes float32."""
     array = np.array(keras.ops.convert_to_numpy(variable))  # a copy: the next step writes over what it came from
     return array if array.dtype.kind in "fiub" else array.astype("float32")  # bfloat16 is a type of its own
 
 
 def identity(config: Config, model: keras.Model, reader: Any, read: Read) -> dict[str, Any]:
-    """Returns what must be the same for a run to resume: choices, model, optimizer, data, in words or as digests.
+    """Returns the facts that must be the same when a run resumes: flags, model, optimizer and data, as text or digests.
 
     Args:
-        config: the run's choices.
-        model: built and compiled.
-        reader: of the training data, as in `kerasdp.data.batch`.
-        read: gives the weights of the model.
+        config: configuration of the run.
+        model: a built and compiled model.
+        reader: reader of the training data, as in `kerasdp.data.batch`.
+        read: function that reads the weights of the model.
     """
     batch = reader.first()
     # Rank 0 computes it: it holds the first row whatever the number of processes.
@@ -133,7 +133,7 @@ def identity(config: Config, model: keras.Model, reader: Any, read: Read) -> dic
 
 
 def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
-    """Returns an optimizer by its arguments, and its learning rate or schedule."""
+    """Describes an optimizer by its class and arguments; returns the text, and the learning rate or schedule."""
     optimizer = inner_optimizer(optimizer)
     schedule = learning_rate_schedule(optimizer)
     words = in_words(optimizer, without=("learning_rate", "loss_scale_factor"))
@@ -143,20 +143,20 @@ def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
 
 
 def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises `UserError` if two identities differ, with the first difference."""
+    """Raises a `UserError` with the first difference if two identities differ."""
     absent = {"--checkpoint_weights": "all", "the weights that train": "of all"}
     saved, own = absent | saved, absent | own
     for name in dict.fromkeys((*saved, *own)):
         if saved.get(name) != own.get(name):
             raise UserError(
                 f"--resume: this run differs from the one in the workdir in {name}: expected {saved.get(name)!s:.300}. "
-                f"Received: {own.get(name)!s:.300}; backend, devices and precision may change, this may not; a new run "
-                "can begin with its weights, which recipes/export.py writes"
+                f"Received: {own.get(name)!s:.300}; only backend, devices and precision may change; to start a new run "
+                "from its weights, export them with kerasdp export"
             )
 
 
 def _architecture(model: keras.Model) -> str:
-    """Returns a digest of layers and their arguments, without what depends on precision, process and backend."""
+    """Returns a digest of the layers and their arguments, without what depends on precision, process or backend."""
     parts = []
     for name, layer in sorted(names_in(model).layers, key=lambda pair: pair[0]):
         arguments = {} if isinstance(layer, keras.Model) else arguments_of(layer)
@@ -180,14 +180,14 @@ def callback_states(
     arrays: dict[str, np.ndarray],
     model: keras.Model,
 ) -> dict[str, dict[str, Any]]:
-    """Returns the state of each callback: its attributes that changed, if they are numbers, text, arrays, or hold such.
+    """Returns the changed attributes of each callback: numbers, text, arrays, and containers of these.
 
     Args:
-        callbacks: of the run.
-        begin: of each, what `plain_attributes` gave when the run began.
-        arrays: takes the arrays, which the result then names.
-        model: of the run. Lists of arrays that are like its weights, as the best ones of `EarlyStopping`, are saved in
-            an order that is the same on all backends.
+        callbacks: callbacks of the run.
+        begin: for each callback, the result of `plain_attributes` at the start of the run.
+        arrays: dictionary to which the arrays are added. The result refers to them by key.
+        model: model of the run. A list of arrays with the shapes of its weights is saved in an order that is the same
+            on all backends. An example is the best weights of `EarlyStopping`.
     """
     states: dict[str, dict[str, Any]] = {}
     for key, callback, known in zip(_callback_keys(callbacks), callbacks, begin):
@@ -204,7 +204,7 @@ def restore_callbacks(
     arrays: dict[str, np.ndarray],
     model: keras.Model,
 ) -> None:
-    """Gives callbacks the state that `callback_states` took; one that is new keeps its own."""
+    """Restores callback attributes from the result of `callback_states`. New callbacks keep their attributes."""
     for key, callback in zip(_callback_keys(callbacks), callbacks):
         for name, value in states.get(key, {}).items():
             if _may_be_restored(callback, name, value):
@@ -212,9 +212,10 @@ def restore_callbacks(
 
 
 def _may_be_restored(callback: keras.callbacks.Callback, name: str, value: Any) -> bool:
-    """Returns whether a file may say an attribute: data, but no function, and no text of Keras' own callbacks.
+    """Returns whether a checkpoint may set this attribute.
 
-    Keras' own are places to write to, which only the user who made the callback may choose.
+    A checkpoint may set data, but no functions and no properties. It may not set text attributes of Keras' callbacks.
+    Such texts are paths to write to, which only the user may choose.
     """
     own = vars(callback).get(name, getattr(type(callback), name, None))
     if name in _NOT_STATE or name.startswith("__") or callable(own) or hasattr(own, "__set__"):  # of a property
@@ -223,12 +224,12 @@ def _may_be_restored(callback: keras.callbacks.Callback, name: str, value: Any) 
 
 
 def plain_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """Returns a callback's attributes that can be saved, in JSON, without the values of arrays."""
+    """Returns the attributes of a callback that can be saved, as JSON texts, without the values of arrays."""
     return {name: json.dumps(value) for name, value, _ in _encoded_attributes(callback)}
 
 
 def unsaved_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """Returns a user-defined callback's attributes that cannot be saved, as Python shows them."""
+    """Returns the attributes of a user-defined callback that cannot be saved, as `repr` texts."""
     if is_of_keras(type(callback)):  # Keras' own callbacks make their files and functions again
         return {}
     others = vars(callback).keys() - plain_attributes(callback).keys() - set(_NOT_STATE)
@@ -238,7 +239,7 @@ def unsaved_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
 def _encoded_attributes(
     callback: keras.callbacks.Callback, key: str = "", model: keras.Model | None = None
 ) -> Iterator[tuple[str, Any, dict[str, np.ndarray]]]:
-    """Yields name, value as JSON can hold it, and arrays of each attribute that can be saved."""
+    """Yields each attribute that can be saved: its name, its value for JSON, and its arrays."""
     for name in [name for name in vars(callback) if name not in _NOT_STATE]:
         arrays: dict[str, np.ndarray] = {}
         with contextlib.suppress(TypeError, RecursionError):
@@ -246,20 +247,20 @@ def _encoded_attributes(
 
 
 def _order_of_names(model: keras.Model) -> list[int]:
-    """Returns the places of a model's weights in `model.weights`, by the order of their names."""
+    """Returns the indices of a model's weights in `model.weights`, sorted by the names of the weights."""
     names = names_in(model).variables
     weights = model.weights
     return sorted(range(len(weights)), key=lambda place: names[id(weights[place])])
 
 
 def _callback_keys(callbacks: list[keras.callbacks.Callback]) -> list[str]:
-    """Returns a key for each callback, by class and number: the processes of a run may hold different callbacks."""
+    """Returns a key for each callback: its class and a counter. The processes of a run may have different callbacks."""
     names = [type(callback).__name__ for callback in callbacks]
     return [f"{name}/{names[:place].count(name)}" for place, name in enumerate(names)]
 
 
 def _encode(value: Any, key: str, arrays: dict[str, np.ndarray], model: keras.Model | None = None) -> Any:
-    """Returns a value as JSON can hold it, copies of its arrays in `arrays`; `TypeError` if it cannot be saved."""
+    """Returns a value for JSON, and adds copies of its arrays to `arrays`. Raises `TypeError` if it cannot be saved."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, np.generic) and isinstance(value.item(), _PLAIN):
@@ -280,13 +281,13 @@ def _encode(value: Any, key: str, arrays: dict[str, np.ndarray], model: keras.Mo
 
 
 def _is_like_weights(value: list[Any], model: keras.Model) -> bool:
-    """Returns whether a list holds arrays of the shapes of the model's weights."""
+    """Returns whether a list contains arrays with the shapes of the model's weights."""
     shapes = [tuple(part.shape) for part in value if isinstance(part, np.ndarray)]
     return len(shapes) == len(value) > 0 and shapes == [tuple(weight.shape) for weight in model.weights]
 
 
 def _decode(value: Any, arrays: dict[str, np.ndarray], model: keras.Model) -> Any:
-    """Returns what `_encode` was given."""
+    """Returns the value that `_encode` encoded."""
     if isinstance(value, list):
         return [_decode(item, arrays, model) for item in value]
     if not isinstance(value, dict):
@@ -299,7 +300,7 @@ def _decode(value: Any, arrays: dict[str, np.ndarray], model: keras.Model) -> An
     return _COLLECTIONS[value["kind"]](_decode(value["items"], arrays, model))
 
 
-# What models are made of, among Keras' public modules. Its others read, write and connect when they are called.
+# Public modules of Keras that models consist of. Functions of other modules may read and write files or use networks.
 _OF_MODELS = {
     "activations", "constraints", "dtype_policies", "initializers", "layers", "losses", "metrics", "models", "ops",
     "optimizers", "quantizers", "random", "regularizers", "src",
@@ -307,11 +308,13 @@ _OF_MODELS = {
 
 
 def architecture_of(model: keras.Model) -> dict[str, Any] | None:
-    """Returns the layers of a model and how they are connected, as JSON can hold it; None if that cannot be said.
+    """Returns the layers of a model and their connections, as JSON can hold it; None if that is not possible.
 
-    It cannot of a model that is no graph, nor of a `lambda`, which Keras writes as code that it does not run again.
+    It is not possible for a model that is not a graph. Nor is it for a `lambda`: Keras saves its code, and does not run
+    that code again.
 
-    Of layers in the precision of the run it says none: they take that of the run that builds the model.
+    Layers in the precision of the run are saved without a precision. They get the precision of the run that builds the
+    model.
     """
     if as_functional(model) is None:
         return None
@@ -327,12 +330,12 @@ def architecture_of(model: keras.Model) -> dict[str, Any] | None:
 
 
 def build_architecture(architecture: dict[str, Any]) -> keras.Model:
-    """Builds the model of `architecture_of`, with new weights.
+    """Builds a model from the result of `architecture_of`, with new weights.
 
-    Names in it are those of Keras' own layers, and of classes that are registered here; nothing runs that is not.
+    It may contain layers of Keras and classes that are registered in this program. No other code is run.
 
     Raises:
-        Exception: whatever Keras raises of a layer that it does not know.
+        Exception: any error of Keras for an unknown layer.
     """
     _check_class_names(architecture)
     with safe_deserialization():
@@ -340,10 +343,10 @@ def build_architecture(architecture: dict[str, Any]) -> keras.Model:
 
 
 def load_keras_file(path: str) -> keras.Model:
-    """Loads a `.keras` file, with the names that `build_architecture` takes.
+    """Loads a `.keras` file that contains only names which `build_architecture` accepts.
 
     Raises:
-        Exception: whatever Keras raises of a file that is none, or a layer that it does not know.
+        Exception: any error of Keras for a file of another format, or an unknown layer.
     """
     with zipfile.ZipFile(path) as archive:
         _check_class_names(json.loads(archive.read("config.json")))
@@ -352,14 +355,14 @@ def load_keras_file(path: str) -> keras.Model:
 
 
 def _check_class_names(part: Any) -> None:
-    """Raises `ValueError` if a description of a model names a function of Keras that is no part of models."""
+    """Raises `ValueError` if the description of a model names a Keras function that is not part of models."""
     for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
         _check_class_names(each)
     if isinstance(part, dict) and isinstance(part.get("module"), str):
         own = part.get("config") if part.get("class_name") == "function" else part.get("class_name")
         name = f"{part['module']}.{own}".split(".")
         if name[0] == "keras" and len(name) > 2 and name[1] not in _OF_MODELS:
-            raise ValueError(f"{'.'.join(name)} is no part of a model")
+            raise ValueError(f"{'.'.join(name)} cannot be part of a model")
 
 
 def _without_precision(part: Any) -> Any:

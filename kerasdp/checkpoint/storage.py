@@ -1,7 +1,7 @@
-"""Keeps files in a folder, or under a URL of object stores and other file systems (fsspec).
+"""Stores files in a local folder, or under a URL of an object store or another file system (fsspec).
 
-https://filesystem-spec.readthedocs.io: s3://, gs://, az://, hdfs://, sftp:// and many more, each with a package of its
-own. Loads neither fsspec nor NumPy until a URL is used. A folder has a lock; a URL has none.
+URLs (https://filesystem-spec.readthedocs.io) are s3://, gs://, az://, hdfs://, sftp:// and others, each with a separate
+package. fsspec is imported only when a URL is used. A local folder has a lock; a URL has no lock.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ _BEGUN = ".tmp"  # what follows a name while a file is written
 
 
 class OutOfReachError(OSError):
-    """What a URL leads to cannot be had just now; nothing is known of the files there."""
+    """A URL cannot be reached at the moment, so it is unknown which files exist there."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a URL, as `s3://bucket/folder`."""
+    """Returns whether a path is a URL, such as `s3://bucket/folder`."""
     return _URL.match(os.fspath(path)) is not None
 
 
 def folder_at(path: str | os.PathLike[str]) -> "_LocalFolder | _RemoteFolder":
-    """Returns the folder of a path or a URL, a place for files, each there as a whole or not at all.
+    """Returns the folder at a path or a URL. Each of its files is written atomically.
 
     Raises:
         UserError: if the URL cannot be used on this machine.
@@ -42,13 +42,16 @@ def folder_at(path: str | os.PathLike[str]) -> "_LocalFolder | _RemoteFolder":
 
 
 def require_folder(path: str, resume: bool, flag: str = "checkpoint_dir", inner: str = "") -> None:
-    """Raises `UserError` unless files can be written to a path or a URL, and no run's checkpoints are lost there.
+    """Checks that a folder or URL is writable, and that no checkpoints of another run would be lost there.
 
     Args:
-        path: of a folder, which is made if there is none.
+        path: path or URL of the folder. It is created if it does not exist.
         resume: whether the run may find checkpoints there.
-        flag: that names the place.
-        inner: the folder in it that holds the checkpoints; empty: it does itself.
+        flag: name of the flag, for the error message.
+        inner: subfolder of the checkpoints. Empty: they are in the folder itself.
+
+    Raises:
+        UserError: if the folder cannot be used, or has checkpoints and `resume` is False.
     """
     folder = folder_at(path)
     # The name is this process's own: others of the run, on other machines, try the same.
@@ -70,25 +73,25 @@ def require_folder(path: str, resume: bool, flag: str = "checkpoint_dir", inner:
 
 
 def _temporary(name: str) -> str:
-    """Returns one name for all steps: the next one is written over what a killed run had begun."""
+    """Returns the name of a temporary file. All steps share it, so the next write replaces the rest of a killed run."""
     return re.sub(r"^step-\d+", "step", name) + _BEGUN
 
 
 class _LocalFolder:
-    """Files of a folder that the system knows; there may be no such folder yet."""
+    """Files in a local folder, which may not exist yet."""
 
     def __init__(self, path: str):
         self._path = path
 
     def names(self) -> list[str]:
-        """Returns the names of the files that are whole; none if there is no such folder."""
+        """Returns the names of the complete files; empty if the folder does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return [name for name in os.listdir(self._path) if not name.endswith(_BEGUN)]
         return []
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """Gives a path to write to; the file is there, under its name, when the context ends without an error."""
+        """Yields a temporary path to write to. The file gets its name when the context ends without an error."""
         os.makedirs(self._path, exist_ok=True)
         temporary = self._at(_temporary(name))
         try:
@@ -106,7 +109,7 @@ class _LocalFolder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[str]:
-        """Gives a path to read from."""
+        """Yields a path to read from."""
         yield self._at(name)
 
     def remove(self, name: str) -> None:
@@ -118,7 +121,7 @@ class _LocalFolder:
 
 
 class _RemoteFolder:
-    """Files under a URL, as `_LocalFolder`."""
+    """Files under a URL, with the methods of `_LocalFolder`."""
 
     def __init__(self, url: str):
         self._url = url.rstrip("/")
@@ -162,7 +165,7 @@ class _RemoteFolder:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """Makes one kind of error of those that each package has for itself, not all of them an `OSError`."""
+        """Turns errors of file system packages into `OutOfReachError`. Not all of them are subclasses of `OSError`."""
         try:
             yield
         except (FileNotFoundError, OutOfReachError):
@@ -172,11 +175,11 @@ class _RemoteFolder:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system of a URL, and the path in it."""
+    """Returns the fsspec file system of a URL, and the path in it."""
     if "reference" in re.split("::|://", url):
         raise UserError(
-            f"--checkpoint_dir: {url!r} is made of a file of references, which may hold templates, and those are code; "
-            "give the URL of the files themselves"
+            f"--checkpoint_dir: {url!r} is a reference file system, which is not allowed because it can execute code; "
+            "use the URL of the files themselves"
         )
     try:
         import fsspec
@@ -184,8 +187,8 @@ def file_system(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except Exception as error:  # of the protocol's own package, which may look for the account at once
         raise UserError(
-            f"--checkpoint_dir: cannot use {url!r} ({_in_a_line(error, url)}); a URL needs fsspec, and its package for "
-            "such URLs: pip install 'kerasdp[fsspec]'"
+            f"--checkpoint_dir: cannot use {url!r} ({_in_a_line(error, url)}); a URL needs fsspec and the package of "
+            "its protocol: pip install 'kerasdp[fsspec]'"
         ) from error
 
 
@@ -194,7 +197,7 @@ def _in_a_line(error: Exception, url: str) -> str:
 
 
 def _sync(path: str) -> None:
-    """Waits until the file, or the names in the folder, are on disk."""
+    """Waits until the content of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -208,18 +211,18 @@ _WAIT_TO_RESUME = 30.0
 
 @contextlib.contextmanager
 def locked_folder(folder: str, resume: bool = False, flag: str = "workdir") -> Iterator[None]:
-    """Keeps other runs out of a folder within the `with` block.
+    """Prevents other runs from using a folder within the `with` block.
 
-    The system lifts the lock when this process ends, however it ends. File systems without locks (some network ones)
-    keep nobody out.
+    The system releases the lock when this process ends, even if it is killed. Some network file systems have no locks;
+    there the function has no effect.
 
     Args:
-        folder: that is there.
-        resume: whether to wait half a minute for the other run to end.
-        flag: that names the folder, for the error message.
+        folder: an existing folder.
+        resume: True: wait up to 30 seconds for the other run to end.
+        flag: name of the flag of this folder, for the error message.
 
     Raises:
-        UserError: if another run has the folder; it names that run's process and host.
+        UserError: if another run uses the folder. The message names its process and host.
     """
     until = time.monotonic() + (_WAIT_TO_RESUME if resume else 0.0)
     # The file stays: if it were removed, another run could lock a file of that name that is no longer there.
@@ -243,7 +246,7 @@ def locked_folder(folder: str, resume: bool = False, flag: str = "workdir") -> I
 
 
 def _try_to_lock(lock: TextIO) -> bool:
-    """Locks a file; returns whether no other process has it."""
+    """Tries to lock a file; returns False if another process has locked it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

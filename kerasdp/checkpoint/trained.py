@@ -1,4 +1,4 @@
-"""Loads trained models, from Keras' files and the checkpoints of runs, and writes them as plain Keras files."""
+"""Loads trained models from Keras files and checkpoints, and exports them as standard Keras files."""
 
 import contextlib
 import os
@@ -21,26 +21,26 @@ from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.reporting.report import warn
 from kerasdp.same.portable import portable
 
-_GIVE_MODEL = "build the model yourself, and give it: load_model(path, model)"
+_GIVE_MODEL = "build the model, and pass it: load_model(path, model)"
 
 
 def load_model(path: str, model: keras.Model | None = None) -> keras.Model:
     """Loads a trained model. Any backend, on any number of devices, may have written it.
 
-    A file contains data, never code. Its layers are layers of Keras, or classes that are registered in this program.
+    A file contains data, never code. It may contain layers of Keras, and classes that are registered in this program.
 
     Args:
         path: a `.keras` or `.weights.h5` file, a checkpoint (`.safetensors`), the workdir of a run, or a folder or URL
-            with checkpoints. From a folder, the newest checkpoint that can be used is loaded.
-        model: a built model, into which the weights are loaded. None: the layers come from the file. It has them if
-            the model is functional or Sequential.
+            with checkpoints. From a folder, the newest usable checkpoint is loaded.
+        model: a built model, into which the weights are loaded. None: the layers come from the file. The file has them
+            if the model is functional or Sequential.
 
     Returns:
         The model, not compiled; or `model`, if it was given.
 
     Raises:
-        UserError: if there is no such file or no checkpoint; if the model cannot be built from the file; if the file
-            holds the weights of another model.
+        UserError: if the file or checkpoint does not exist; if it cannot be turned into a model; if it holds the
+            weights of another model.
 
     Example:
         ```python
@@ -61,21 +61,21 @@ def load_model(path: str, model: keras.Model | None = None) -> keras.Model:
     """
     path = os.fspath(path)
     if model is not None and not model.built:
-        raise UserError(f"load_model: expected a model with weights: call {model.name} on data before")
+        raise UserError(f"load_model: expected a built model; call {model.name} on data first")
     if not is_url(path) and not os.path.exists(path):
         raise UserError(f"load_model: there is no file or folder {path!r}")
     if not path.endswith((".keras", ".weights.h5")) or is_url(path):
         return _restored(*_find(path), model)
     if model is not None:
-        _tried(lambda: model.load_weights(path), path, "give the model that was saved")
+        _tried(lambda: model.load_weights(path), path, "pass the model that was saved")
         return model
     if path.endswith(".weights.h5"):
-        raise UserError(f"load_model: {path} has weights alone; {_GIVE_MODEL}")
-    return _tried(lambda: state.load_keras_file(path), path, f"if its layers are yours, {_GIVE_MODEL}")
+        raise UserError(f"load_model: {path} has only weights; {_GIVE_MODEL}")
+    return _tried(lambda: state.load_keras_file(path), path, f"if it has custom layers, {_GIVE_MODEL}")
 
 
 def _find(place: str) -> tuple[str, files.Checkpoint]:
-    """Returns path and content of a checkpoint, or of the newest of a folder."""
+    """Returns the path and the content of a checkpoint, or of the newest checkpoint in a folder."""
     inner = os.path.join(place, CHECKPOINTS)
     try:
         if place.endswith(".safetensors"):
@@ -84,20 +84,20 @@ def _find(place: str) -> tuple[str, files.Checkpoint]:
     except (CheckpointError, UserError, NotADirectoryError) as error:
         raise UserError(f"load_model: {str(error).removeprefix('--resume: ')}") from error
     if found is None:
-        raise UserError(f"load_model: there are no checkpoints in {place!r}, nor in its folder {CHECKPOINTS}")
+        raise UserError(f"load_model: there are no checkpoints in {place!r} or its subfolder {CHECKPOINTS}")
     return found
 
 
 def _restored(path: str, saved: files.Checkpoint, model: keras.Model | None) -> keras.Model:
     if saved.state.get("config", {}).get("checkpoint_weights", "all") != "all":
         raise UserError(
-            f"load_model: {path} holds the weights that trained, and not the others (--checkpoint_weights=trained); "
-            "resume its run, let it call kerasdp.export(model, FILE.keras), and use that file"
+            f"load_model: {path} has no frozen weights, because its run used --checkpoint_weights=trained; resume that "
+            "run, call kerasdp.export(model, FILE.keras) in it, and load that file"
         )
     if model is None:
         layers = saved.state.get("architecture")
         if not layers:
-            raise UserError(f"load_model: {path} has weights, and no layers; {_GIVE_MODEL}")
+            raise UserError(f"load_model: {path} has weights, but no layers; {_GIVE_MODEL}")
         model = _tried(lambda: state.build_architecture(layers), path, _GIVE_MODEL)
     portable(model)  # random layers then have the seeds that the checkpoint holds
     try:
@@ -108,7 +108,7 @@ def _restored(path: str, saved: files.Checkpoint, model: keras.Model | None) -> 
 
 
 def _tried(action: Callable[[], Any], path: str, instead: str) -> Any:
-    """Returns what Keras returns; it may raise anything of a file, most of it in many lines."""
+    """Calls a function of Keras, and turns any of its errors into a `UserError` of one line."""
     try:
         with safe_deserialization():
             return action()
@@ -121,13 +121,13 @@ def _tried(action: Callable[[], Any], path: str, instead: str) -> Any:
 def export(model: keras.Model, path: str) -> None:
     """Saves a model as a Keras file, which loads on every backend, without kerasdp.
 
-    Several processes may call it with the same path: each writes a whole file, with the same content.
+    Several processes may call it with the same path. Each writes a complete file with the same content.
 
     Args:
-        model: a Keras model. A layer of `kerasdp.layers` is saved as the layer of Keras. Adapters (LoRA) are merged
-            into their kernels; then the optimizer is not saved.
+        model: a Keras model. A layer of `kerasdp.layers` is saved as the corresponding layer of Keras. Adapters (LoRA)
+            are merged into their kernels; then the optimizer is not saved.
         path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights only).
-            Folders that do not exist are made.
+            Missing folders are created.
 
     Raises:
         UserError: if the path has another ending, or cannot be written to.

@@ -1,1 +1,1 @@
-"""Reads the command line."""
+"""Implements the command line."""

@@ -1,4 +1,4 @@
-"""The command `kerasdp`: runs the recipes, lists and copies them, flagfiles and templates; looks at this machine."""
+"""Implements the command `kerasdp`: runs, lists and copies recipes, and shows the devices of this machine."""
 
 import ast
 import difflib
@@ -19,10 +19,10 @@ from kerasdp.errors import RunError, UserError, say_flags, say_how_it_ends
 from kerasdp.processes.devices import is_installed
 from kerasdp.reporting.report import drop_stdout
 
-# A recipe bisect.py would hide Python's own module from the others.
+# A recipe called bisect.py would hide the standard module bisect from other recipes.
 _ALSO = {"bisect": "bisection"}
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-# The folders of what people run and copy, and what each holds.
+# The folders of files to run or copy, and their titles.
 FOLDERS = {
     "recipes": "Recipes: kerasdp NAME runs them",
     "flags": "Named runs: kerasdp train --flagfile=NAME",
@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command, and ends the program.
 
     Args:
-        arguments: what follows `kerasdp` on the command line. None: those of this program.
+        arguments: arguments after `kerasdp` on the command line. None: the arguments of this program.
 
     Raises:
-        SystemExit: where the exit code is not 0: 2 for a user's mistake, 1 for what has failed.
+        SystemExit: if the exit code is not 0: 2 for a mistake of the user, 1 for a failure.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     say_flags()
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(words: list[str]) -> None:
     name, *rest = words or ["list"]
     recipes = {path.stem: path for path in files("recipes") if path.suffix == ".py"}
-    if name in ("list", "help", "--help", "-h"):
+    if name in ("list", "help", "--help", "-h") or (name == "copy" and "--help" in rest):
         print(help_text())
     elif name in ("--version", "version"):
         print(f"kerasdp {kerasdp.__version__}")
@@ -72,7 +72,7 @@ def _run(words: list[str]) -> None:
 
 
 def help_text() -> str:
-    """Returns the usage, and what can be run and copied, a line each."""
+    """Returns the usage, and one line for each file that can be run or copied."""
     lines = ["usage: kerasdp RECIPE [--flag=value ...]      kerasdp RECIPE --help"]
     lines += ["       kerasdp copy NAME [FOLDER]"]
     lines += ["       kerasdp env      versions, and the devices of each backend, or why it sees none"]
@@ -84,21 +84,21 @@ def help_text() -> str:
 
 
 def files(folder: str) -> list[pathlib.Path]:
-    """Returns the files of one of `FOLDERS`, or of a folder in it.
+    """Returns the files of a folder of `FOLDERS`, or of one of its subfolders.
 
-    They are in the installed package, or in the checkout that it is in.
+    The folder is in the installed package, or in the checkout that contains the package.
     """
     root = _PACKAGE / "kit" if (_PACKAGE / "kit").is_dir() else _PACKAGE.parent
     return [path for path in sorted((root / folder).glob("*")) if path.is_file()]
 
 
 def name_of(path: pathlib.Path) -> str:
-    """Returns what the command calls a file: `train`, `smoke.flags`."""
+    """Returns the name of a file in the command: `train`, `smoke.flags`."""
     return path.stem if path.suffix == ".py" else path.name
 
 
 def summary_of(path: pathlib.Path) -> str:
-    """Returns the first line of a file: of its docstring, of its comments, or the title of a notebook."""
+    """Returns the first line of a file's docstring or comments, or the title of a notebook."""
     text = path.read_text()
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
@@ -108,7 +108,7 @@ def summary_of(path: pathlib.Path) -> str:
 
 
 def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
-    """Becomes the program of a recipe, which gets signals and gives its exit code by itself."""
+    """Replaces this process with a recipe, so that signals and the exit code belong to the recipe."""
     named = {
         f"--flagfile={name}": f"--flagfile={path}"
         for path in files("flags")
@@ -120,30 +120,30 @@ def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
 
 
 def copy(name: str, folder: str = ".") -> list[pathlib.Path]:
-    """Copies a file, with the recipes that it imports, or a whole folder.
+    """Copies a file and the recipes that it imports, or a whole folder.
 
-    With a recipe a new folder gets what a project needs: a `pyproject.toml`, and a test of two steps.
+    If recipes are copied to a new folder, it also gets a `pyproject.toml` and a test of two steps.
 
     Args:
-        name: of a file, with or without its folder and ending, or of a folder.
-        folder: where to; it is made if need be.
+        name: name of a file, with or without its folder and ending, or of a folder.
+        folder: target folder. It is created if it does not exist.
 
     Returns:
-        The files that were written.
+        The paths of the copies.
 
     Raises:
-        UserError: if there is no such item, or something is in the way.
+        UserError: if there is no file or folder of this name, or a target already exists.
     """
     place = pathlib.Path(folder)
     if os.path.lexists(place) and not place.is_dir():
-        raise UserError(f"expected a folder to copy into. Received: {folder!r}, which is something else")
+        raise UserError(f"expected a folder to copy into. Received: {folder!r}, which is not a folder")
     sources = dict.fromkeys(path for one in _find(name) for path in _with_imports(one))
     if not place.exists() and {path.suffix for path in sources} == {".py"}:
         sources |= dict.fromkeys(files("recipes/template"))
     targets = {path: place / path.name for path in sources}
     in_the_way = [str(target) for target in targets.values() if os.path.lexists(target)]
     if in_the_way:
-        raise UserError(f"there is already {', '.join(in_the_way)}: copy into another folder, or remove it first")
+        raise UserError(f"already there: {', '.join(in_the_way)}; copy into another folder, or remove these first")
     place.mkdir(parents=True, exist_ok=True)
     for source, target in targets.items():
         shutil.copy(source, target)
@@ -157,11 +157,11 @@ def _find(name: str) -> list[pathlib.Path]:
         for path in files(folder):
             if name.removeprefix(f"{folder}/") in (path.name, path.stem):
                 return [path]
-    raise UserError(f"expected the name of a recipe, a flagfile, or what else `kerasdp list` shows. Received: {name!r}")
+    raise UserError(f"expected a name that `kerasdp list` shows: a recipe, flagfile or template. Received: {name!r}")
 
 
 def _with_imports(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the path of a file, and those of the recipes that it imports, or that these import."""
+    """Returns the path of a file and of all recipes that it imports, directly or indirectly."""
     names = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE) if path.suffix == ".py" else []
     beside = [path.parent / f"{name}.py" for name in names if name != path.stem]
     return [path, *(other for one in beside if one.exists() for other in _with_imports(one))]
@@ -178,7 +178,7 @@ print(make_devices(Config(backend="{name}")))
 
 
 def _env() -> None:
-    """Shows versions, and the devices that a run of each backend would have, or why there would be none."""
+    """Prints versions, and the devices of each backend or the reason why it has none."""
     print(f"kerasdp in {os.path.dirname(kerasdp.__file__)}, {sys.executable} on {platform.platform()}")
     print(", ".join(f"{package} {version}" for package, version in versions().items()))
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -191,6 +191,6 @@ def _env() -> None:
         done = subprocess.run(program, capture_output=True, text=True, env=env, check=False)
         is_wrong = is_wrong or done.returncode != 0
         said = (done.stderr if done.returncode else done.stdout).strip()
-        print(f"{name}: {said.splitlines()[-1] if said else 'its process has ended without a word'}")
+        print(f"{name}: {said.splitlines()[-1] if said else 'its process has ended without a message'}")
     if is_wrong:
         sys.exit(1)

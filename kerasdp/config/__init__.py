@@ -1,4 +1,4 @@
-"""Defines every choice of a run, and checks it."""
+"""Defines and checks every option of a run."""
 
 from kerasdp.config.config import BACKENDS, BATCH_NORMS, HANG_TIMEOUT, Config, versions
 

@@ -1,6 +1,6 @@
-"""Defines a choice of a run: it is written once, beside its field, and checks, flags, help and docs are made of it.
+"""Defines options of a run. Checks, flags, help texts and documentation are generated from one definition per option.
 
-Some are names with arguments, as they are typed on a command line: `sgd(momentum=0.9)`, `file.py:function`.
+The values of some options are names with arguments, as on a command line: `sgd(momentum=0.9)`, `file.py:function`.
 """
 
 import ast
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class Range(NamedTuple):
-    """What a choice may be.
+    """The valid values of an option.
 
     Args:
-        expected: in words, for error messages.
-        holds: the same as a question to a value of the choice's type that is not None.
+        expected: description of the valid values, for error messages.
+        holds: function that returns whether a value is valid. The value has the option's type and is not None.
     """
 
     expected: str
@@ -37,7 +37,7 @@ class Range(NamedTuple):
 
 
 def one_of(*values: Any) -> Range:
-    """Returns the range of a choice among a few values."""
+    """Returns a range that consists of the given values."""
     return Range(f"one of {', '.join(str(value) for value in values)}", values.__contains__)
 
 
@@ -51,23 +51,23 @@ FROM_0 = Range("a whole number of at least 0", lambda number: number >= 0)
 POSITIVE = Range("a number above 0", lambda number: math.isfinite(number) and number > 0)
 SWITCH = Range("True or False")
 FOLDER = Range("a folder")
-# What else a name must be is checked where it is parsed.
+# `parse` checks the form of a name.
 NAME = Range("a name, or a name with arguments such as sgd(momentum=0.9)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is known of a choice.
+    """The definition of an option.
 
     Args:
-        group: title under which its flag is listed.
-        allowed: what it may be.
-        help: what it means, with its unit. Other choices stand in it as flags.
-        unset: what happens where it is None.
-        of_host: whether the hosts of a run may have it differently.
-        name: its field.
-        kinds: its types.
-        default: its value if nothing is said.
+        group: title of the group in which `--help` lists the flag.
+        allowed: valid values.
+        help: meaning, with its unit. It refers to other options by their flags.
+        unset: what the run does if the value is None.
+        of_host: whether the hosts of a run may have different values.
+        name: name of the field.
+        kinds: types of the value.
+        default: default value.
     """
 
     group: str
@@ -81,26 +81,26 @@ class Choice:
 
     @property
     def flag(self) -> str:
-        """Returns its name on the command line."""
+        """Returns the name of the flag on the command line."""
         return next((flag for flag, field in FIELDS_OF_FLAGS.items() if field == self.name), self.name)
 
     @property
     def default_text(self) -> str:
-        """Returns its default in words; empty for switches, which are off, and where there is none."""
+        """Returns the default as text; empty for switches, whose default is off, and if there is no default."""
         if self.default is None:
             return self.unset
         return "" if self.default is False else str(self.default)
 
 
 def choice(default: T, group: str, allowed: Range, help: str, unset: str = "", **others: Any) -> T:
-    """Makes a field of a dataclass that is a choice. Args as in `Choice`."""
+    """Makes a dataclass field that is an option. The arguments are those that `Choice` documents."""
     known = Choice(group=group, allowed=allowed, help=help, unset=unset, **others)
     return dataclasses.field(default=default, metadata={"choice": known})
 
 
 @functools.cache
 def choices_of(record: type) -> dict[str, Choice]:
-    """Returns the choices that a dataclass has as fields, by name."""
+    """Returns the options that are fields of a dataclass, by name."""
     found = {}
     for field in dataclasses.fields(record):
         kinds = typing.get_args(field.type) or (field.type,)
@@ -110,10 +110,10 @@ def choices_of(record: type) -> dict[str, Choice]:
 
 
 def check_choices(record: Any) -> None:
-    """Makes the choices of a record types that JSON can hold, where people in Python have others: paths, NumPy's.
+    """Checks the options of a dataclass, and converts paths and NumPy scalars to types that JSON can hold.
 
     Raises:
-        UserError: if one is not of its type, or out of its range.
+        UserError: if a value has the wrong type or is out of range.
     """
     for name, known in choices_of(record.__class__).items():
         value = getattr(record, name)
@@ -130,7 +130,7 @@ def check_choices(record: Any) -> None:
 
 
 def documented(record: type[T]) -> type[T]:
-    """Adds to the docstring of a dataclass what its choices mean."""
+    """Adds the help texts of a dataclass's options to its docstring."""
     head, raises, tail = inspect.cleandoc(record.__doc__ or "").partition("\nRaises:")
     lines = []
     for name, known in choices_of(typing.cast(Any, record)).items():
@@ -146,11 +146,11 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
     """Splits `name` or `name(key=value, ...)` into the name and its arguments.
 
     Args:
-        text: what the user typed; values are Python literals.
-        flag: the flag's name, for the error message.
+        text: the text that the user typed. The values are Python literals.
+        flag: name of the flag, for the error message.
 
     Raises:
-        UserError: if the text is of neither form.
+        UserError: if the text has another form.
     """
     name, bracket, rest = text.strip().partition("(")
     try:
@@ -171,10 +171,10 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
 
     Args:
         name: `package.module:function` or `path/to/file.py:function`.
-        flag: the flag's name, for the error message.
+        flag: name of the flag, for the error message.
 
     Raises:
-        UserError: if there is no such file, module or function.
+        UserError: if the file, the module or the function does not exist.
     """
     place, _, function = name.rpartition(":")
     sys.path.append(os.getcwd())  # a program's own folder is on the path, but not the folder it is started from

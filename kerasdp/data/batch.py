@@ -1,6 +1,6 @@
-"""Defines what one process sees of a step's data, reads it from samples, and brings it to the devices.
+"""Defines the batch that one process gets, reads batches from samples, and copies them to the devices.
 
-Batches that come ready-made are read in `batch_reader.py`.
+`batch_reader.py` reads batches that the user's data already contains.
 """
 
 import abc
@@ -23,16 +23,16 @@ from kerasdp.run_state import RunState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's data as one process sees it, in NumPy.
+    """Holds the data of one step for one process, in NumPy.
 
     Args:
-        inputs: the rows of this process's replicas, one after the other (an array, or a structure of arrays), with
-            padding as `Split` says, which is copies of the batch's last row. Or `CachedRows`.
-        targets: of the same rows; None if there are none.
-        sample_weight: likewise.
-        indices: place in the data set of each row of the global batch, int64, shape `(rows,)`. Its length is the
-            number of real rows.
-        own_indices: place in the data set of each of this process's rows.
+        inputs: rows of this process's replicas, one replica after the other, as an array or a structure of arrays.
+            Padding repeats the last row of the batch; see `Split`. It may also be `CachedRows`.
+        targets: targets of these rows; None if there are no targets.
+        sample_weight: sample weights of these rows; None if there are no weights.
+        indices: index in the data set of each row of the global batch, int64, shape `(rows,)`. Its length is the
+            number of rows without padding.
+        own_indices: index in the data set of each row of this process.
     """
 
     inputs: Any
@@ -42,16 +42,16 @@ class Batch:
     own_indices: np.ndarray
 
 
-# Raises `UserError` if a batch, by its number in the epoch, is one that a model cannot learn from.
+# Called with a batch and its number in the epoch. Raises `UserError` if a model cannot learn from the batch.
 BatchCheck = Callable[[Batch, int], None]
 
 
 def batch_of(data: tuple[Any, Any, Any], split: Split, first: int = 0) -> Batch:
-    """Returns what a process sees of a global batch.
+    """Returns this process's rows of a global batch, as a `Batch`.
 
     Args:
         data: inputs, targets and sample weights of the global batch, in NumPy.
-        split: over all replicas.
+        split: splits the batch over all replicas.
         first: index of the batch's first row in the data set.
     """
     num_rows = num_samples(data)
@@ -67,16 +67,16 @@ def batch_of(data: tuple[Any, Any, Any], split: Split, first: int = 0) -> Batch:
 
 
 class Reader(abc.ABC):
-    """The batches of a data set, as this process sees them.
+    """Reads the batches of a data set for this process. Base class of all readers.
 
     Attributes:
-        split: of a batch over all replicas.
-        num_batches: of an epoch; None if the data does not tell.
-        num_threads: that read at once, ahead of the training. 0: a batch is read when the training takes it, as of
-            samples in memory, which draw nothing and have no end of an epoch.
-        name: of the data set, if it has one.
-        check: looks at each batch that is read for a feed, if there is one.
-        hands_out: whether batches come from another process, so that all processes must take equally many.
+        split: splits each batch over all replicas.
+        num_batches: batches of an epoch; None if not known.
+        num_threads: threads that read ahead of the training. 0: each batch is read when the training takes it. Samples
+            in memory may be read so, because they draw no random numbers and need no action at the end of an epoch.
+        name: name of the data set, or an empty string.
+        check: a function that checks each batch of a feed, or None.
+        hands_out: whether one process reads for all processes. Then all must take the same number of batches.
     """
 
     split: Split
@@ -88,46 +88,50 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads.
+        """Yields a function for each batch of an epoch, from batch `start` on. The function reads the batch.
 
-        It returns None when there are no more. `end_epoch` is to be called when nothing is read any more.
+        The functions may be called in threads, in any order. A function returns None if there is no such batch. Call
+        `end_epoch` when no function runs any more.
         """
 
     @abc.abstractmethod
     def first(self) -> Batch:
-        """Returns the first batch, for its shapes; it will come again."""
+        """Returns the first batch, for its shapes. The epoch still yields this batch later."""
 
     @abc.abstractmethod
     def sample(self, num_rows: int) -> Any:
-        """Returns so many rows of the first batch, the same in each process: inputs, targets, sample weights.
+        """Returns `num_rows` rows of the first batch: inputs, targets and sample weights. They are the same in each
+        process.
 
-        A batch of fewer rows is repeated.
+        Rows repeat if the batch has fewer rows.
         """
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:  # noqa: B027
-        """Lets the data prepare for a batch as if those before it had been trained on.
+        """Prepares the data for a resume at a batch.
+
+        Afterwards the data is in the same state as after a training on all batches before this one.
 
         Args:
-            epoch: of the batch.
-            batch: its number.
-            saved: what `saved_state` gave for that place.
+            epoch: epoch of the batch.
+            batch: index of the batch in its epoch.
+            saved: the result of `saved_state` for this position.
         """
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """Returns, in JSON, what `resume_at` needs to continue with a batch; None if that is nothing."""
+        """Returns JSON values that `resume_at` needs for this position; None if it needs no values."""
         return None
 
     def end_epoch(self, number: int) -> None:  # noqa: B027
-        """Ends an epoch of which the batches before `number` were taken."""
+        """Ends an epoch in which the first `number` batches were taken."""
 
 
 class SampleReader(Reader):
-    """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`), in any order."""
+    """Reads batches from a source that reads samples by index; see `kerasdp.data.sources.Source`."""
 
     num_batches: int
 
     def __init__(self, source: Any, order: Order, split: Split, is_kept: bool = False):
-        """`is_kept`: the source's arrays stay on the devices."""
+        """Makes the reader. With `is_kept`, the source's arrays are cached on the devices."""
         self._kept = DeviceCache(in_floatx(as_arrays(source.arrays))) if is_kept else None
         self.source, self.order, self.split = source, order, split
         self.num_batches = order.num_batches
@@ -135,16 +139,16 @@ class SampleReader(Reader):
         self.name = getattr(source, "name", "")
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
-        """See `Reader`."""
+        """Yields a read function for each batch; see `Reader.epoch`."""
         for indices in self.order.batches(epoch, start):
             yield functools.partial(self._read, indices, self._kept)
 
     def first(self) -> Batch:
-        """See `Reader`."""
+        """Returns the first batch; see `Reader.first`."""
         return self._read(self.order.batch(0, 0), None)
 
     def sample(self, num_rows: int) -> Any:
-        """See `Reader`."""
+        """Returns `num_rows` rows of the first batch; see `Reader.sample`."""
         rows = np.resize(self.order.batch(0, 0), num_rows)
         return self.source.inputs(rows), *self.source.targets(rows)
 
@@ -156,7 +160,7 @@ class SampleReader(Reader):
 
 
 class Feed:
-    """The batches of the epoch that is running, read and brought to the devices ahead of their use."""
+    """Iterates over the batches of the current epoch. Reads them ahead, and copies them to the devices."""
 
     def __init__(
         self,
@@ -165,10 +169,12 @@ class Feed:
         run_state: RunState | None = None,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
+        """Sets up the feed for the epoch in `run_state`, without the batches before a resume point.
 
-        `shard_batch` brings a batch to this process's devices; it is called in the reading threads, if there are any.
-        These read in a context that `reading` gives.
+        With None as `run_state`, it always reads the first epoch.
+
+        `shard_batch` copies a batch to this process's devices. The reading threads call it, if there are any. `reading`
+        returns the context in which these threads read.
         """
         self.reader, self.shard_batch, self._reading = reader, shard_batch, reading
         self.num_batches = reader.num_batches
@@ -184,7 +190,7 @@ class Feed:
         return self._running
 
     def close(self) -> None:
-        """Leaves the epoch that is running, on all processes after the same batch."""
+        """Ends the current epoch, after the same batch on all processes."""
         self._is_left_in_order = True
         if self._running is not None:
             self._running.close()
@@ -204,8 +210,8 @@ class Feed:
                 yield batch
             self._is_left_in_order = True
         finally:
-            # If one process hands out the batches, all have asked for equally many and receive them: none is cancelled.
-            # After a failure they may never come, so nothing waits for them.
+            # If one process reads for all, each process has requested the same number of batches and receives them.
+            # So no request is cancelled. After a failure batches may never come, so nothing waits for them.
             if not self.reader.hands_out:
                 for future in ahead:
                     future.cancel()
@@ -223,9 +229,9 @@ class Feed:
 
 
 class _Threads:
-    """Calls functions in threads that end with the program, even where one waits for a process that has failed.
+    """Calls functions in daemon threads. These end with the program, even if one waits for a process that has failed.
 
-    The threads of `concurrent.futures` and their work are awaited at a program's end (Python 3.11 to 3.14).
+    At the end of a program, Python (3.11 to 3.14) waits for the threads of `concurrent.futures` and their work.
     """
 
     def __init__(self, count: int):
@@ -235,18 +241,18 @@ class _Threads:
             thread.start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Has a function called in the next thread that is free; the future gives its result."""
+        """Calls a function in the next free thread. Returns a future for its result."""
         future: Future[Any] = Future()
         self._tasks.put((future, function, args))
         return future
 
     def close(self) -> None:
-        """Lets the threads end after what they were given."""
+        """Ends the threads after they have finished the submitted work."""
         for _ in self._threads:
             self._tasks.put(None)
 
     def join(self) -> None:
-        """Waits until they have ended."""
+        """Waits for the end of the threads."""
         for thread in self._threads:
             thread.join()
 

@@ -1,6 +1,7 @@
-"""Reads batches that come ready-made, by number (`PyDataset`); `streams.py` reads them in turn.
+"""Reads batches from data that already consists of batches: by index (`PyDataset`) here, sequentially in `streams.py`.
 
-One process reads and hands out: an object that each process read by itself might give each of them other batches.
+One process reads, and sends the shards to the other processes. If each process read the object itself, each could get
+different batches.
 """
 
 import abc
@@ -19,19 +20,19 @@ from kerasdp.data.sources import as_arrays, num_samples, take_rows, weights_of_c
 from kerasdp.errors import UserError, WorkerError
 from kerasdp.processes.ranks import Scatter
 
-# Stands for a batch where there is none left.
+# Marks the end of the batches.
 END: Any = object()
-# Number of the messages about the first batch; those of an epoch's batches have the next ones.
+# Number of the messages with the first batch. The batches of an epoch use the numbers after it.
 _FIRST = 0
-# So long the others wait when rank 0 could not read: its error has the frames, and the first one that is seen is shown.
+# Delay of the other ranks after a read error of rank 0. The first error is shown, and only rank 0's has the traceback.
 _SECONDS_TO_RAISE = 1.0
 
 
 class BatchReader(Reader):
-    """What the readers of ready-made batches share.
+    """Base class of the readers for data that already consists of batches.
 
     Attributes:
-        warn: prints a line about the data, where it is read.
+        warn: prints a warning about the data.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class BatchReader(Reader):
         """Makes the reader of this process.
 
         Args:
-            batches: gives batches.
-            split: see the attributes of `Reader`; so is `warn`.
-            steps: batches of an epoch; None: all there are.
-            class_weight: weight of the samples of a class, for the loss.
-            scatter: hands out what rank 0 reads; None: there is one process.
+            batches: the object that contains the batches.
+            split: splits each batch over all replicas.
+            steps: batches of an epoch; None: all batches.
+            class_weight: loss weight of each class.
+            scatter: sends the batches that rank 0 reads to all ranks; None: there is only one process.
+            warn: prints a warning about the data.
         """
         self.batches, self.split, self.warn = batches, split, warn
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
@@ -60,11 +62,11 @@ class BatchReader(Reader):
         self._known_first: tuple[Any, Any, Any] | None = None
 
     def first(self) -> Batch:
-        """See `Reader`."""
+        """Returns the first batch; see `Reader.first`."""
         return batch_of(self._first(), self.split)
 
     def sample(self, num_rows: int) -> Any:
-        """See `Reader`."""
+        """Returns `num_rows` rows of the first batch; see `Reader.sample`."""
         return take_rows(self._first(), np.resize(np.arange(num_samples(self._first())), num_rows))
 
     def _first(self) -> tuple[Any, Any, Any]:
@@ -78,10 +80,13 @@ class BatchReader(Reader):
 
     @abc.abstractmethod
     def _look(self) -> Any:
-        """Returns the first batch as the object gives it; END if there is none."""
+        """Returns the first batch in the object's own format; END if there is no batch."""
 
     def _handed_out(self, read: Callable[[], Any], cut: Callable[[Any], list[Any]], number: int) -> Any:
-        """Returns what rank 0 cuts for this process of what it reads; None where there is nothing left."""
+        """Reads a batch on rank 0 and returns this process's shard of it; None if there is no batch left.
+
+        `read` reads the batch, and `cut` splits it into one value for each process.
+        """
         if self._scatter is None:
             data = read()
             return None if data is END else cut(self._unpacked(data))[0]
@@ -91,7 +96,7 @@ class BatchReader(Reader):
             try:
                 data = read()
                 parts = parts if data is END else cut(self._unpacked(data))
-            except Exception as raised:  # all processes are to end with it
+            except Exception as raised:  # all processes have to end with it
                 error = raised
                 known = type(raised) if isinstance(raised, UserError) else WorkerError
                 text = str(raised) if known is UserError else f"rank 0 could not read a batch: {raised!r}"
@@ -109,12 +114,15 @@ class BatchReader(Reader):
         inputs, targets, sample_weight = as_arrays(keras.utils.unpack_x_y_sample_weight(data))
         if self._class_weight is not None:
             if sample_weight is not None:
-                raise UserError("give class_weight, or sample weights in the batches of x, not both")
+                raise UserError("expected class_weight, or sample weights in x. Received: both; remove one")
             sample_weight = weights_of_classes(targets, self._class_weight)
         return inputs, targets, sample_weight
 
     def _parts(self, data: tuple[Any, Any, Any], first: int) -> list[Batch]:
-        """Cuts a global batch for each process. `first`: index of its first row in the data set."""
+        """Splits a global batch into one `Batch` for each process.
+
+        `first` is the index of the batch's first row in the data set.
+        """
         rank, num_shards = self.split.shard
         ranks = [rank] if self._scatter is None else range(self._num_processes)
         splits = [dataclasses.replace(self.split, shard=(rank % num_shards, num_shards)) for rank in ranks]
@@ -122,22 +130,24 @@ class BatchReader(Reader):
 
 
 class IndexedReader(BatchReader):
-    """Batches of a `keras.utils.PyDataset`, by number, in the run's order, with its threads."""
+    """Reads the batches of a `keras.utils.PyDataset` by index, in the order of the run."""
 
     def __init__(self, batches: keras.utils.PyDataset, *args: Any, order_seed: int | None = None, **kwargs: Any):
-        """`order_seed` shuffles the batches; None keeps their order. The others: as in `BatchReader`.
+        """Makes the reader. `order_seed` shuffles the batches; None keeps their order.
+
+        `BatchReader` documents the other arguments.
 
         Raises:
-            UserError: if there is no number of batches, or processes are to read them.
+            UserError: if the data set has no length, or reads with multiprocessing.
         """
         super().__init__(batches, *args, **kwargs)
         if batches.use_multiprocessing:
             raise UserError(
-                f"x: the {type(batches).__name__} has use_multiprocessing=True: leave it out, for workers=N threads, "
-                "or let the processes of a torch DataLoader (num_workers=N) read"
+                f"x: the {type(batches).__name__} has use_multiprocessing=True, which is not supported; remove it and "
+                "use threads (workers=N), or use a torch DataLoader with processes (num_workers=N)"
             )
         if batches.num_batches is None:
-            raise UserError(f"x: the {type(batches).__name__} has no number of batches; give it one by __len__")
+            raise UserError(f"x: the {type(batches).__name__} has no length; define __len__")
         self._order = Order(
             num_samples=batches.num_batches,
             batch_size=1,
@@ -146,7 +156,7 @@ class IndexedReader(BatchReader):
             steps_per_epoch=self._steps,
         )
         self.num_batches, self.num_threads = self._order.num_batches, max(1, batches.workers)
-        # Batch 0, read ahead of its turn: a data set that draws its own numbers would give another one the next time.
+        # Batch 0, read ahead of its turn. A data set with random augmentation would return a different batch next time.
         self._held: Any = None
         self._is_begun = False
 
@@ -156,22 +166,22 @@ class IndexedReader(BatchReader):
         self._is_begun = True
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """See `Reader`."""
+        """Yields a read function for each batch; see `Reader.epoch`."""
         self._begin()
         for number, (index,) in enumerate(self._order.batches(epoch, start), start):
             yield functools.partial(self._read, int(index), number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """See `Reader`."""
+        """Runs the epoch callbacks of the data set for each finished epoch; see `Reader.resume_at`."""
         for _ in range(epoch):
             self._begin()
             self.batches.on_epoch_end()
             self._held, self._is_begun = None, False
 
     def end_epoch(self, number: int) -> None:
-        """See `Reader`."""
+        """Calls `on_epoch_end` of the data set after its last batch; see `Reader.end_epoch`."""
         self._held, self._is_begun = None, False
-        if number == self.num_batches:  # not before its last batch was read: it may shuffle
+        if number == self.num_batches:  # only after its last batch was read: it may shuffle
             self.batches.on_epoch_end()
 
     def _look(self) -> Any:

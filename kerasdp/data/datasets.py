@@ -1,4 +1,4 @@
-"""Loads the built-in data sets. Images are uint8 from 0 to 255: that is how they travel to the device."""
+"""Loads the built-in data sets. Images are uint8 from 0 to 255, also during the transfer to the device."""
 
 import contextlib
 import dataclasses
@@ -78,14 +78,14 @@ def load_data(name: str, data_dir: str | None = None) -> Dataset:
         ```
     """
     data = _load(name, data_dir)
-    data.train.name = data.test.name = name  # by which pictures of the run are headed
+    data.train.name = data.test.name = name  # for the titles of the run's pictures
     return data
 
 
 def _load(text: str, data_dir: str | None) -> Dataset:
     name, arguments = choices.parse(text, "dataset")
     if name != "images" and data_dir is not None:
-        raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {data_dir!r}; leave it out")
+        raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {data_dir!r}; remove it")
     if ":" in name:  # of the user
         function = choices.load_user_function(name, "dataset")
         return from_arrays(function(**arguments), text)
@@ -100,15 +100,15 @@ def _load(text: str, data_dir: str | None) -> Dataset:
 
 
 def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Dataset:
-    """Makes a `Dataset` of `(x_train, y_train), (x_test, y_test)`.
+    """Makes a `Dataset` from `(x_train, y_train), (x_test, y_test)`.
 
     Args:
         arrays: inputs of shape `(samples, ...)`, labels of shape `(samples,)` or `(samples, 1)`.
-        name: the data set's name, for the error message.
-        num_classes: None: one more than the largest label of the training data.
+        name: name of the data set, for the error message.
+        num_classes: number of classes; None: one more than the largest training label.
 
     Raises:
-        UserError: if the labels are not whole numbers; `fit` looks whether they are classes.
+        UserError: if the labels are not integers. `fit` checks their range.
     """
     try:
         (x_train, y_train), (x_test, y_test) = arrays
@@ -117,8 +117,7 @@ def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Da
         )
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"--dataset: {name} must return (x_train, y_train), (x_test, y_test) arrays, with whole numbers as labels: "
-            f"{error}"
+            f"--dataset: {name} must return (x_train, y_train), (x_test, y_test) arrays with integer labels: {error}"
         ) from error
     return Dataset(
         train=ArraySource(x_train, y_train),
@@ -129,9 +128,10 @@ def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Da
 
 
 def digits() -> Dataset:
-    """Loads 1,797 real handwritten digits (Alpaydin and Kaynak 1998), which come with this package (digits.txt).
+    """Loads 1,797 real handwritten digits (Alpaydin and Kaynak 1998), which are part of this package (digits.txt).
 
-    Each of the 8x8 pixels becomes 3x3, with a border of 2: 28x28, like MNIST. 1,437 to learn from, 360 held out.
+    Enlarges each pixel of the 8x8 images to 3x3, and adds a border of 2. The images are then 28x28, as in MNIST. 1,437
+    images are for training, 360 for testing.
     """
     with np.load(os.path.join(os.path.dirname(__file__), "digits.npz")) as stored:
         images, labels = stored["images"], stored["labels"]
@@ -145,7 +145,7 @@ def digits() -> Dataset:
 def synthetic(
     shape: tuple[int, ...] = (28, 28, 1), num_classes: int = 10, num_samples: int = 1024, num_test_samples: int = 256
 ) -> Dataset:
-    """Makes random images and labels of any shape and number: nothing to learn, something to measure."""
+    """Makes random images and labels of any shape and number, to measure speed. They contain nothing to learn."""
     random = np.random.RandomState(0)
 
     def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -155,16 +155,19 @@ def synthetic(
 
 
 def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: int = 3) -> Dataset:
-    """Reads images, one sub-folder per class, in `train/` and `test/` (or `val/`); else holds out a fifth."""
+    """Reads a folder of images that has one sub-folder for each class.
+
+    Uses `train/` and `test/` (or `val/`) in the folder if they exist. Otherwise a fifth of the images is for testing.
+    """
     if data_dir is None:
-        raise UserError("--dataset=images needs --data_dir: a folder with a sub-folder for each class")
+        raise UserError("--dataset=images needs a folder with a sub-folder for each class; add --data_dir")
     held_out = next((name for name in ("test", "val") if os.path.isdir(os.path.join(data_dir, name))), None)
     if held_out and os.path.isdir(os.path.join(data_dir, "train")):
         paths, labels, classes = list_images(os.path.join(data_dir, "train"))
         test_paths, test_labels, test_classes = list_images(os.path.join(data_dir, held_out))
         if not set(test_classes) <= set(classes):
             raise UserError(
-                f"--data_dir: {held_out}/ has classes that train/ lacks: {set(test_classes) - set(classes)}"
+                f"--data_dir: {held_out}/ has classes that are not in train/: {set(test_classes) - set(classes)}"
             )
         test_labels = np.asarray([classes.index(name) for name in test_classes])[test_labels]
     else:
@@ -192,7 +195,7 @@ def _labelled_image(record: tuple[str, Any], size: tuple[int, int], channels: in
 
 
 def published(name: str) -> Dataset:
-    """Loads a data set of `keras.datasets`."""
+    """Loads a data set from `keras.datasets`."""
     try:
         with one_download_at_a_time("datasets") as folder:
             kept = os.path.join(folder, "fashion-mnist")
@@ -201,8 +204,8 @@ def published(name: str) -> Dataset:
             (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
     except Exception as error:  # Keras raises bare Exception for a failed download
         raise UserError(
-            f"--dataset: {name} could not be loaded ({error}); put its files where Keras keeps them "
-            "(~/.keras/datasets, or datasets in $KERAS_HOME), or choose --dataset=digits, which needs no download"
+            f"--dataset: {name} could not be loaded ({error}); copy its files to the folder datasets in "
+            "$KERAS_HOME or ~/.keras, or use --dataset=digits, which needs no download"
         ) from error
     if x_train.ndim == 3:
         x_train, x_test = x_train[..., None], x_test[..., None]
@@ -211,10 +214,12 @@ def published(name: str) -> Dataset:
 
 @contextlib.contextmanager
 def one_download_at_a_time(kind: str) -> Iterator[str]:
-    """Lets one process at a time download: Keras would let them all write one file at the same time. Gives the folder.
+    """Locks a Keras download folder, and yields its path.
+
+    Without the lock, several processes would write the same file at the same time.
 
     Args:
-        kind: Keras' folder for it, `"datasets"` or `"models"`.
+        kind: Keras' name of the folder, `"datasets"` or `"models"`.
     """
     folder = os.path.join(os.environ.get("KERAS_HOME", os.path.expanduser("~/.keras")), kind)
     os.makedirs(folder, exist_ok=True)

@@ -1,6 +1,7 @@
-"""Decides which sample is in which row of which batch, and which replica has that row.
+"""Computes which samples are in each batch, and which rows of the batch each replica gets.
 
-Pure NumPy, the same on every backend and device count. Rows of data that stays on the devices are numbers, too.
+Uses only NumPy, so the result is the same on every backend and number of devices. `CachedRows` refers by index to rows
+of arrays that are cached on the devices.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# So many samples of an order are computed at once, whatever the batch: of fewer, NumPy's calls are most of the time.
+# Samples of an order that are computed at once. With fewer, NumPy's call overhead takes most of the time.
 _BLOCK = 4096
 
 
@@ -79,40 +80,43 @@ class Order:
         return next(self.batches(epoch, number))
 
     def _samples(self, data_pass: int, first: int, last: int) -> np.ndarray:
-        """Returns the samples at these places of a pass."""
+        """Returns the sample indices at positions `first` to `last - 1` of a pass."""
         if not self.shuffle:
             return np.arange(first, last)
         return permuted(np.arange(first, last), self.num_samples, round_keys(self.seed, data_pass))
 
 
 def seed_of_fit(seed: int, number: int) -> int:
-    """Returns the seed of the orders of a model's first `fit` (`number` 0), which is the run's, or of a further one."""
+    """Returns the seed for the batch orders of a model's `fit`.
+
+    The first `fit` (`number` 0) uses the seed of the run. Each later `fit` gets a different seed.
+    """
     return seed if number == 0 else int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)[0])
 
 
-# Fewer leave orders of five or six samples uneven; `tests/data/test_permutation.py` sees it.
+# With fewer rounds, orders of five or six samples are not uniform; see `tests/data/test_permutation.py`.
 _ROUNDS = 16
 
 
 def round_keys(seed: int, number: int) -> np.ndarray:
-    """Returns the keys of permutation `number` of a seed: raw uint64 numbers of Philox, which NEP 19 keeps."""
+    """Returns the keys of permutation `number` of a seed: raw uint64 values of Philox, which NEP 19 keeps stable."""
     return np.random.Philox(key=[seed, number]).random_raw(_ROUNDS)
 
 
 def permuted(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Returns the numbers at these places of a permutation of `range(size)`.
+    """Returns the values at the given positions of a random permutation of `range(size)`.
 
-    A Feistel network over pairs of digits, whose bases multiply to a little more than `size`; what falls outside is
-    permuted again, until it is inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It computes
-    with 64-bit whole numbers alone, so that it is the same everywhere.
+    Uses a Feistel network over pairs of digits. The product of the two bases is slightly more than `size`. Values
+    outside the range are permuted again until they are inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite
+    Domains"). All computations use 64-bit integers, so the result is the same on every machine.
 
     Args:
-        places: from 0 to `size - 1`, of any shape.
-        size: of the permutation, less than 2**62.
-        keys: of `round_keys`.
+        places: positions from 0 to `size - 1`, an array of any shape.
+        size: size of the permutation, less than 2**62.
+        keys: keys from `round_keys`.
 
     Returns:
-        int64, in the shape of `places`.
+        An int64 array in the shape of `places`.
     """
     # With an even base, both even and odd permutations come up.
     left_base = math.isqrt(size - 1) + 1
@@ -136,22 +140,22 @@ def _shuffled(numbers: np.ndarray, bases: tuple[np.uint64, np.uint64], keys: np.
 
 
 def _hashed(numbers: np.ndarray, base: np.uint64) -> np.ndarray:
-    """Returns a number from 0 to `base - 1` for each, by the mixing of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Hashes each value to a value from 0 to `base - 1`, with the mixing of SplitMix64 (Steele, Lea and Flood 2014)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((numbers >> np.uint64(32)) * base) >> np.uint64(32)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns an order of few samples, by sorting random numbers. Takes 16 bytes a sample.
+    """Returns a random order of a few samples. Sorts random numbers, and takes 16 bytes a sample.
 
-    The raw stream of Philox (Salmon et al. 2011) is used, which NumPy promises never to change (NEP 19); its
-    `Generator.permutation` carries no such promise.
+    Uses the raw stream of Philox (Salmon et al. 2011), which NumPy promises never to change (NEP 19). There is no such
+    promise for `Generator.permutation`.
 
     Args:
-        num_samples: samples to be ordered.
-        seed: of a run, or of a data set.
-        epoch: counted from 0.
+        num_samples: number of samples.
+        seed: seed of a run or of a data set.
+        epoch: the epoch, from 0.
 
     Returns:
         A permutation of `range(num_samples)`, int64.
@@ -161,12 +165,12 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class ReplicaRows(NamedTuple):
-    """The rows of one replica.
+    """Describes the rows of one replica in a batch.
 
     Attributes:
-        first: index of its first row in the global batch.
-        num_rows: of the replica; may be 0.
-        size: rows that it is given, padding included; at least 1.
+        first: index of the replica's first row in the global batch.
+        num_rows: rows without padding; may be 0.
+        size: rows with padding; at least 1.
     """
 
     first: int
@@ -176,14 +180,17 @@ class ReplicaRows(NamedTuple):
 
 @dataclasses.dataclass
 class Split:
-    """Splits global batches over the replicas of a run: equally many rows each, the last ones padding.
+    """Splits global batches over the replicas of a run.
+
+    Each replica gets the same number of rows. Padding fills the rows of the last replicas.
 
     Attributes:
-        num_replicas: of the run.
-        shard: of the inputs that this process reads: its number, and of how many.
+        num_replicas: replicas of the run.
+        shard: index of the shard of inputs that this process reads, and number of shards.
         is_one_program: whether one program computes the rows of all replicas, as with jax.
-        micro_batch_rows: rows of a micro-batch, over all replicas. A micro-batch is neighbouring rows of the batch, and
-            is split over the replicas by itself; the last one may have fewer rows. None: the batch is not cut.
+        micro_batch_rows: rows of a micro-batch over all replicas. A micro-batch consists of neighbouring rows of the
+            batch, and is split over the replicas separately. The last one may have fewer rows. None: there are no
+            micro-batches.
     """
 
     num_replicas: int
@@ -193,28 +200,28 @@ class Split:
 
     @property
     def runs_on_shards(self) -> bool:
-        """Returns whether layers are called with a shard of the batch alone."""
+        """Returns whether layers get only a shard of the batch in each call."""
         return self.num_replicas > 1 and not self.is_one_program
 
     def replicas(self, num_rows: int, first: int = 0) -> tuple[ReplicaRows, ...]:
-        """Returns which of some rows each replica has, in their order.
+        """Splits consecutive rows over the replicas. Returns one `ReplicaRows` for each replica.
 
         Args:
-            num_rows: how many there are.
-            first: index of the first one in the global batch.
+            num_rows: number of rows.
+            first: index of the first row in the global batch.
         """
         return _replicas(num_rows, self.num_replicas, first)
 
     def micro_batches(self, num_rows: int) -> list[tuple[ReplicaRows, ...]]:
-        """Returns which rows each replica has of each micro-batch of a batch of `num_rows`."""
+        """Returns the rows of each replica for each micro-batch of a batch with `num_rows` rows."""
         size = self.micro_batch_rows or num_rows
         return [self.replicas(min(size, num_rows - first), first) for first in range(0, num_rows, size)]
 
     def rows_of_process(self, num_rows: int) -> np.ndarray:
-        """Returns the indices, within a batch of `num_rows`, of the rows of this process's replicas, in order.
+        """Returns the indices of the rows of this process's replicas, in a batch of `num_rows` rows.
 
-        Each replica has its rows of the first micro-batch, then its rows of the next. Padding is the last row of the
-        micro-batch.
+        The order is: for each replica, its rows of the first micro-batch, then of the next. Padding repeats the last
+        row of the micro-batch.
         """
         if self.num_replicas == 1 and self.micro_batch_rows is None:
             return np.arange(num_rows)
@@ -237,18 +244,18 @@ def _replicas(num_rows: int, num_replicas: int, first: int) -> tuple[ReplicaRows
 
 
 def replica_rows(num_rows: int, num_replicas: int) -> int:
-    """Returns the rows of each replica for a batch of `num_rows`; the last replica's may be padding."""
+    """Returns the number of rows of each replica for a batch of `num_rows` rows, padding included."""
     return -(-num_rows // num_replicas)
 
 
 class DeviceCache:
-    """Arrays that stay on the devices: each device has all of them from their first use on."""
+    """Caches whole arrays on each device, from their first use on."""
 
     def __init__(self, arrays: Any):
         self._arrays, self._copies = arrays, None
 
     def copies(self, make: Callable[[Any], Any]) -> Any:
-        """Returns what `make` made of the arrays when it was first called."""
+        """Returns the device copies. The first call makes them with `make`."""
         if self._copies is None:
             self._copies = make(self._arrays)
         return self._copies
@@ -256,11 +263,11 @@ class DeviceCache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRows:
-    """Rows of arrays that stay on the devices.
+    """Refers to rows of arrays that are cached on the devices.
 
     Args:
-        kept: the arrays.
-        numbers: of the rows, int32.
+        kept: the cached arrays.
+        numbers: indices of the rows, int32.
     """
 
     kept: DeviceCache

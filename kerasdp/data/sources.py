@@ -1,4 +1,4 @@
-"""Reads samples by their number: from arrays, or of what gives records; lists and reads images."""
+"""Reads samples by index, from arrays or from records. Also lists and reads images."""
 
 import hashlib
 import math
@@ -16,12 +16,12 @@ IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm
 
 
 class Source(Protocol):
-    """Samples that can be read by number, in any order, from several threads.
+    """Protocol for samples that can be read by index, in any order, from several threads.
 
     Attributes:
-        num_samples: how many there are.
-        num_threads: threads that should read at once.
-        name: of the data set, if it has one.
+        num_samples: number of samples.
+        num_threads: number of threads that should read at the same time.
+        name: name of the data set, or an empty string.
     """
 
     num_samples: int
@@ -29,7 +29,7 @@ class Source(Protocol):
     name: str
 
     def inputs(self, indices: np.ndarray) -> Any:
-        """Returns the inputs of these samples: an array of shape `(rows, ...)`, or a structure of such arrays."""
+        """Returns the inputs of these samples: an array of shape `(rows, ...)`, or a structure of arrays."""
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Returns the targets and the sample weights of these samples; either may be None."""
@@ -75,30 +75,30 @@ class ArraySource:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the inputs, in the types that batches have."""
+        """Returns the bytes of the inputs, in the dtypes that batches have."""
         return sum(
             math.prod(leaf.shape) * _type_of_rows(leaf.dtype).itemsize for leaf in keras.tree.flatten(self.arrays)
         )
 
     def inputs(self, indices: np.ndarray) -> Any:
-        """See `Source`."""
+        """Returns the inputs of these samples, with floats in Keras' float type; see `Source.inputs`."""
         return in_floatx(self.arrays, indices)
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """See `Source`."""
+        """Returns targets and sample weights of these samples; see `Source.targets`."""
         return in_floatx(self.all_targets, indices)
 
 
 def read_image(path: str, size: tuple[int, int], channels: int) -> np.ndarray:
-    """Reads an image, scaled to a height and a width, uint8, shape `(height, width, channels)`.
+    """Reads an image and resizes it. Returns a uint8 array of shape `(height, width, channels)`.
 
     Args:
-        path: of the file.
+        path: path of the file.
         size: height and width.
         channels: 3 for colour, 1 for grey.
 
     Raises:
-        UserError: if the file is no image.
+        UserError: if the file is not an image.
     """
     from PIL import Image
 
@@ -107,22 +107,22 @@ def read_image(path: str, size: tuple[int, int], channels: int) -> np.ndarray:
         with Image.open(path) as image:
             image.draft(mode, (width, height))  # JPEG: decodes at a smaller size
             pixels = np.asarray(image.convert(mode).resize((width, height)))
-    except Exception as error:  # Pillow's readers raise anything of a file that is none of theirs
-        raise UserError(f"{path}: cannot be read as an image ({error!s:.300}); remove or replace it") from error
+    except Exception as error:  # Pillow raises many kinds of errors for files that are not images
+        raise UserError(f"{path}: cannot read it as an image ({error!s:.300}); remove or replace the file") from error
     return pixels.reshape(height, width, channels)
 
 
 def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
-    """Lists the images below a folder, in the order of their names.
+    """Lists the images below a folder, sorted by name. Each sub-folder is a class.
 
     Returns:
         Paths, labels (int64), and the class names.
 
     Raises:
-        UserError: if there is no such folder, or no image in a sub-folder.
+        UserError: if the folder does not exist, or no sub-folder contains an image.
     """
     if not os.path.isdir(folder):
-        raise UserError(f"--data_dir: there is no folder {folder!r}")
+        raise UserError(f"--data_dir: the folder {folder!r} does not exist")
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     paths, labels = [], []
     for label, name in enumerate(classes):
@@ -133,21 +133,24 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
     if not paths:
         raise UserError(
             f"--data_dir: expected images in {folder!r}, one sub-folder per class. Received: {len(classes)} "
-            f"sub-folders without a file that ends in {', '.join(IMAGE_ENDINGS)}"
+            f"sub-folders without a file of type {', '.join(IMAGE_ENDINGS)}"
         )
     return paths, np.asarray(labels), classes
 
 
 def as_arrays(structure: Any) -> Any:
-    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, the others by batches."""
+    """Converts the leaves of a structure to NumPy arrays.
+
+    Converts float64 to Keras' float type. `in_floatx` converts other floats later, batch by batch.
+    """
 
     def as_array(leaf: Any) -> Any:
         if leaf is None:
             return leaf
         array = np.asarray(leaf)
-        if not array.ndim and len(getattr(leaf, "shape", ())):  # NumPy has taken it for one object
+        if not array.ndim and len(getattr(leaf, "shape", ())):  # NumPy treats it as one object
             raise UserError(
-                f"expected arrays. Received: {type(leaf).__name__}, of which NumPy makes none; make it dense"
+                f"expected arrays. Received: {type(leaf).__name__}, which NumPy cannot convert; make it dense"
             )
         if type(leaf).__name__ == "Series" and array.ndim == 1:  # of pandas or polars: a column, as in Keras
             array = array[:, None]
@@ -157,19 +160,22 @@ def as_arrays(structure: Any) -> Any:
 
 
 def in_floatx(structure: Any, rows: Any = ...) -> Any:
-    """Returns some rows of the arrays of a structure, floating-point numbers in Keras' type, as `keras.Model.fit`."""
+    """Returns rows of the arrays of a structure, with floats in Keras' float type, as in `keras.Model.fit`."""
     return keras.tree.map_structure(
         lambda leaf: leaf if leaf is None else leaf[rows].astype(_type_of_rows(leaf.dtype), copy=False), structure
     )
 
 
 def _type_of_rows(dtype: np.dtype) -> np.dtype:
-    """Returns the type of a batch of numbers of some type; bfloat16 is of no kind that NumPy has."""
+    """Returns the dtype that batches of an array have.
+
+    bfloat16 counts as a float by its name, because NumPy has no `dtype.kind` for it.
+    """
     return np.dtype(keras.config.floatx()) if dtype.kind not in "biu" and "float" in dtype.name else dtype
 
 
 def digest_of(arrays: Iterable[Any]) -> str:
-    """Returns a digest of shapes and elements, the same in whatever precision floating-point numbers come."""
+    """Returns a digest of shapes and elements. It is the same for each precision of floating-point values."""
     digest = hashlib.sha256()
     for array in map(np.asarray, arrays):
         digest.update(f"{array.shape}".encode())
@@ -179,55 +185,60 @@ def digest_of(arrays: Iterable[Any]) -> str:
 
 
 def is_of_arrays(x: Any) -> bool:
-    """Returns whether this is an array, a sparse matrix (which is refused), or a structure that may be of such."""
+    """Returns whether `x` is an array or a structure that may contain arrays.
+
+    Sparse matrices count as arrays, and raise an error later.
+    """
     return isinstance(x, (list, tuple, dict)) or hasattr(x, "__array__") or hasattr(x, "tocsr")
 
 
 def num_samples(data: tuple[Any, Any, Any]) -> int:
-    """Returns how many samples there are in inputs, targets and sample weights.
+    """Returns the number of samples in inputs, targets and sample weights.
 
     Raises:
-        UserError: if they do not have equally many, or none.
+        UserError: if the arrays have different numbers of samples, or no samples.
     """
     counts: dict[str, list[int]] = {}
     for name, part in zip(("x", "y", "sample_weight"), data, strict=True):
         arrays = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
         for array in arrays:
             if not array.ndim:
-                refuse_strings(array, name)  # a list of them, as DataLoaders make it
+                refuse_strings(array, name)  # a list of strings, as from a DataLoader
                 raise UserError(
-                    f"{name}: expected an array, or a structure of arrays. Received: {type(part).__name__} of plain "
-                    f"numbers; use numpy.array({name})"
+                    f"{name}: expected an array, or a structure of arrays. Received: {type(part).__name__} of "
+                    f"Python numbers; use numpy.array({name})"
                 )
         counts[name] = sorted({len(array) for array in arrays})
     every = {count for found in counts.values() for count in found}
     if len(every) != 1 or 0 in every or not counts["x"]:
         received = ", ".join(f"{' and '.join(map(str, found))} in {name}" for name, found in counts.items() if found)
-        raise UserError(f"expected arrays with equally many samples, at least one. Received: {received or 'no array'}")
+        raise UserError(f"expected arrays with the same nonzero number of samples. Received: {received or 'no array'}")
     return every.pop()
 
 
 def refuse_strings(structure: Any, name: str) -> None:
-    """Raises `UserError` if there are strings in a structure of arrays."""
+    """Raises `UserError` if a structure of arrays contains strings."""
     for leaf in keras.tree.flatten(structure):
         if leaf is None or leaf.dtype.kind not in "OSU":
             continue
         raise UserError(
-            f"{name}: expected numbers. Received: strings ({leaf.dtype}), of which a model makes numbers with "
-            "tensorflow alone; look them up in the data: ds.map(lambda text, y: (lookup(text), y)) of tf.data, or "
-            "lookup(text) of an array before fit, where lookup is a StringLookup or TextVectorization layer"
+            f"{name}: expected numbers. Received: strings ({leaf.dtype}), which a model can convert only with "
+            "tensorflow; convert them before, by a StringLookup or TextVectorization layer `lookup`: "
+            "ds.map(lambda text, y: (lookup(text), y)) for tf.data, lookup(text) for an array"
         )
 
 
 def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarray:
-    """Returns the weight of each sample by its class, 1 for classes without one; targets are classes, or one-hot.
+    """Returns the weight of each sample from its class. Classes without a weight get 1.
+
+    `targets` contains class indices or one-hot vectors.
 
     Raises:
-        UserError: if there are several targets, or weights for what is no class of theirs.
+        UserError: if there is more than one target array, or a weight is for an unknown class.
     """
     targets = as_arrays(targets)
     if not isinstance(targets, np.ndarray) or not targets.ndim:
-        raise UserError(f"class_weight: expected an array as y, for the model's only output. Received: {type(targets)}")
+        raise UserError(f"class_weight: expected one array as y, for the only output. Received: {type(targets)}")
     num_classes = math.inf  # unknown: a class may have no sample
     if targets.ndim > 1 and targets.shape[-1] == 1:
         targets = np.squeeze(targets, axis=-1)
@@ -236,28 +247,29 @@ def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarr
     classes = np.round(targets).astype("int32")
     for label in class_weight:
         if not isinstance(label, (int, float, np.integer, np.floating)) or label % 1 or not 0 <= label < num_classes:
-            raise UserError(f"class_weight: expected classes of y, whole numbers from 0 on. Received: {label!r}")
+            raise UserError(f"class_weight: expected class numbers of y, from 0. Received: {label!r}")
     return np.array([class_weight.get(int(label), 1.0) for label in classes], dtype=keras.config.floatx())
 
 
 def take_rows(structure: Any, indices: Any) -> Any:
-    """Returns the rows of all arrays of a structure that NumPy's indices, or a slice, choose."""
+    """Returns rows of all arrays of a structure. `indices` is an index array or a slice."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[indices], structure)
 
 
 def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Splits off the end of the arrays, before any shuffling, as Keras does.
+    """Splits the arrays into training and validation samples. As in Keras, the last samples are for validation,
+    unshuffled.
 
     Raises:
-        UserError: if nothing would be left on one side.
+        UserError: if one of the two sides would be empty.
     """
     if not is_of_arrays(x):
-        raise UserError(f"validation_split: expected arrays. Received: {type(x).__name__}; give validation_data")
+        raise UserError(f"validation_split: expected arrays. Received: {type(x).__name__}; use validation_data")
     source = ArraySource(x, y, sample_weight)
     cut = int(source.num_samples * (1.0 - fraction)) if 0 < fraction < 1 else 0
     if cut in (0, source.num_samples):
         raise UserError(
-            f"validation_split: expected a share that leaves some of the {source.num_samples} samples on both sides. "
+            f"validation_split: expected a fraction that leaves some of the {source.num_samples} samples on each side. "
             f"Received: {fraction}"
         )
     arrays = source.arrays, *source.all_targets
@@ -265,7 +277,7 @@ def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tupl
 
 
 class RecordSource:
-    """Samples from records that are read by number: a data set of PyTorch or Hugging Face, a source of Grain, a list.
+    """Samples from records that are read by index: a data set of PyTorch or Hugging Face, a source of Grain, a list.
 
     Args:
         records: has `len(records)` and `records[7]`. If it has `__getitems__`, as in PyTorch and Grain, that reads
@@ -275,7 +287,7 @@ class RecordSource:
         num_threads: number of threads that read and decode at the same time.
 
     Raises:
-        UserError: if there are no records, or they cannot be read by number.
+        UserError: if there are no records, or they cannot be read by index.
 
     Example:
         ```python
@@ -301,25 +313,25 @@ class RecordSource:
         kind = type(records).__name__
         if not hasattr(records, "__getitem__") or not hasattr(records, "__len__"):
             raise UserError(
-                f"expected records that can be read by their number. Received: a {kind} without __len__ and "
-                "__getitem__; what is read in its own order goes to fit as it is, in batches"
+                f"expected records that can be read by index. Received: a {kind} without __len__ and __getitem__; "
+                "pass sequential data to fit directly, in batches"
             )
         self.num_samples, self.num_threads = len(records), num_threads
         if not self.num_samples:
-            raise UserError(f"expected at least one record. Received: a {kind} without any")
+            raise UserError(f"expected at least one record. Received: an empty {kind}")
         self.records, self._decode = records, decode
-        # What each thread read last: inputs and targets of a batch are asked for one after the other.
+        # The samples that each thread read last. Inputs and targets of a batch are requested one after the other.
         self._last = threading.local()
 
-    def __reduce__(self) -> Any:  # what threads have read is not sent
+    def __reduce__(self) -> Any:  # samples that threads have read are not pickled
         return type(self), (self.records, self._decode, self.num_threads)
 
     def inputs(self, indices: np.ndarray) -> Any:
-        """See `kerasdp.data.sources.Source`."""
+        """Returns the inputs of these samples; see `kerasdp.data.sources.Source.inputs`."""
         return _stacked([inputs for inputs, _, _ in self._samples(indices)])
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """See `kerasdp.data.sources.Source`."""
+        """Returns targets and sample weights of these samples; see `kerasdp.data.sources.Source.targets`."""
         samples = self._samples(indices)
         return _stacked([targets for _, targets, _ in samples]), _stacked([weight for _, _, weight in samples])
 
@@ -331,7 +343,7 @@ class RecordSource:
         return [samples[index] for index in indices.tolist()]
 
     def _read(self, indices: list[int]) -> list[Any]:
-        """Returns inputs, targets and sample weight of each of these records."""
+        """Reads and decodes records. Returns inputs, targets and sample weight of each record."""
         several = hasattr(self.records, "__getitems__")
         samples = self.records.__getitems__(indices) if several else [self.records[index] for index in indices]
         samples = samples if self._decode is None else map(self._decode, samples)
@@ -339,13 +351,16 @@ class RecordSource:
 
 
 def _stacked(samples: Sequence[Any]) -> Any:
-    """Returns the structure of one sample with arrays of all, with a batch axis; None if the first one is."""
+    """Stacks the samples of a batch along a new first axis.
+
+    Returns the same structure as one sample, or None if the first sample is None.
+    """
     if samples[0] is None:
         return None
     try:
         stacked = keras.tree.map_structure(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)
     except ValueError as error:
         raise UserError(
-            f"records: expected samples of one structure and shape. Received: {error}; let `decode` crop or pad them"
+            f"records: expected samples of one structure and shape. Received: {error}; crop or pad them in `decode`"
         ) from error
     return as_arrays(stacked)

@@ -1,4 +1,4 @@
-"""Reads batches in turn, from objects that keep their order and their place to themselves, as a generator does."""
+"""Reads batches sequentially from objects that control their own order, such as generators."""
 
 import collections
 import functools
@@ -16,44 +16,44 @@ from kerasdp.data.batch_reader import END, BatchReader
 from kerasdp.data.sources import digest_of
 from kerasdp.errors import UserError
 
-# tf.data's word for a data set without end; a Grain data set that is repeated has this length.
+# Length of an infinite data set in tf.data, and of a repeated data set in Grain.
 _NO_END, _GRAIN_NO_END = -1, sys.maxsize
-# Elements of each array, evenly spread, that tell one batch from another.
+# Number of elements of each array, evenly spaced, in the digest of a batch.
 _MOST_DIGESTED = 512
 
 
 class Stream:
-    """The batches of an iterator; they may be looked at ahead, and given back."""
+    """Iterates over batches, with methods to look at the next batch and to put batches back."""
 
     def __init__(self, batches: Any):
         self._iterator = iter(batches)
         self._waiting: collections.deque[Any] = collections.deque()
 
     def peek(self) -> Any:
-        """Returns the next batch without taking it; END if there is none."""
+        """Returns the next batch without removing it; END if there is none."""
         if not self._waiting:
             self._waiting.append(next(self._iterator, END))
         return self._waiting[0]
 
     def take(self) -> Any:
-        """Takes the next batch; END if there is none."""
+        """Returns the next batch and removes it; END if there is none."""
         return self._waiting.popleft() if self._waiting else next(self._iterator, END)
 
     def give_back(self, batches: list[Any]) -> None:
-        """Lets the batches that were taken last come again."""
+        """Puts batches back at the front of the stream."""
         self._waiting.extendleft(reversed(batches))
 
 
 def kind_of(batches: Any) -> str:
-    """Returns what people call an object that gives batches."""
+    """Returns the name of the object's type, for messages."""
     return "tf.data.Dataset" if type(batches).__module__.startswith("tensorflow.") else type(batches).__name__
 
 
 def length_of(batches: Any) -> int | None:
-    """Returns how many batches an object gives; None if it does not tell.
+    """Returns the number of batches that an object yields; None if not known.
 
     Raises:
-        UserError: if it says that it has no end.
+        UserError: if the object reports that it has no end.
     """
     length: int | None = None
     if hasattr(batches, "cardinality"):  # tf.data: negative where it is infinite or unknown
@@ -64,19 +64,20 @@ def length_of(batches: Any) -> int | None:
         except TypeError:  # a DataLoader over an IterableDataset that has no length
             return None
     if length in (_NO_END, _GRAIN_NO_END):
-        raise UserError(f"x: the {kind_of(batches)} gives batches without end; add steps_per_epoch")
+        raise UserError(f"x: the {kind_of(batches)} has no end; add steps_per_epoch")
     return length if length is None or length >= 0 else None
 
 
 def seed_pass(batches: Any, seed: int, number: int) -> None:
-    """Seeds what an object shuffles with, so that its order depends on the run's seed and the pass alone.
+    """Seeds the shuffling of an object, so that its order depends only on the run's seed and the pass.
 
-    The random numbers of Python, NumPy and torch, a DataLoader's own generator, and what has a `set_epoch`.
+    Sets the global seeds of Python, NumPy and torch. Seeds the generators of a torch DataLoader and its samplers, and
+    calls `set_epoch` where it exists.
 
     Args:
-        batches: the object; a pass over it begins.
-        seed: of the run.
-        number: of the pass, from 0.
+        batches: the object; a pass over it is about to start.
+        seed: seed of the run.
+        number: index of the pass, from 0.
     """
     words = np.random.SeedSequence([seed % 2**64, number]).generate_state(2)
     random.seed(int(words[0]))
@@ -94,10 +95,10 @@ def seed_pass(batches: Any, seed: int, number: int) -> None:
 
 
 def skip_passes(batches: Any, count: int) -> None:
-    """Lets an object prepare for a pass as if `count` more before it had been read.
+    """Advances the random state of an object as if `count` more passes had been read.
 
-    tf.data (2.21) draws the order of a pass when its iterator is made, and a DataLoader is seeded for each. What
-    another object does is not known: it may draw when it gives its first batch.
+    tf.data (2.21) draws the order of a pass when it makes the iterator. A DataLoader needs nothing, since each pass is
+    seeded. Other objects may draw when they yield the first batch, so this function reads that batch.
     """
     torch = sys.modules.get("torch")
     for _ in range(0 if torch is not None and isinstance(batches, torch.utils.data.DataLoader) else count):
@@ -107,30 +108,34 @@ def skip_passes(batches: Any, count: int) -> None:
 
 
 def refuse_split_data(batches: Any) -> None:
-    """Raises `UserError` for an object that gives each process other samples, which kerasdp does itself."""
+    """Raises `UserError` for an object that yields different samples in each process.
+
+    kerasdp splits the batches itself.
+    """
     sampler: Any = getattr(batches, "sampler", None)
     if type(sampler).__name__ == "DistributedSampler" and sampler.num_replicas > 1:
         raise UserError(
-            "x: a DataLoader with a DistributedSampler gives a part of the samples; leave the sampler out (or "
-            "shuffle=True): each device gets its rows of the global batch"
+            "x: a DataLoader with a DistributedSampler yields only a shard of the samples, but kerasdp splits each "
+            "batch itself; remove the sampler (use shuffle=True)"
         )
 
 
 def _digest_of(data: Any) -> str:
-    """Returns a digest of some elements of each array of a batch, by which it is known again."""
+    """Returns a digest of some elements of each array of a batch, to recognize the batch later."""
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return digest_of(leaf.reshape(-1)[:: 1 + leaf.size // _MOST_DIGESTED] for leaf in leaves)
 
 
-# So many batches may have been read, but not yet trained (`steps_per_execution`), when a checkpoint is written.
+# Batches that may be read, but not yet trained (`steps_per_execution`), when a checkpoint is written.
 _MOST_AHEAD = 256
 
 
 class StreamReader(BatchReader):
-    """Batches of anything that can be iterated, in the order that it has.
+    """Reads batches from any iterable, in the order of the iterable.
 
-    What can be read only once is read on and on, others from their begin in each epoch. In training, with `steps`
-    batches an epoch, the next one continues where the last one ended. An evaluation begins with the first batch.
+    An iterator can be read only once, so each epoch continues it. Other iterables start again in each epoch. In
+    training with `steps` batches an epoch, each epoch continues where the last one ended. An evaluation starts with the
+    first batch.
     """
 
     def __init__(
@@ -144,18 +149,18 @@ class StreamReader(BatchReader):
         """Makes the reader of this process.
 
         Args:
-            batches: gives batches.
+            batches: an iterable of batches.
             *args: as in `BatchReader`.
-            seed: for training: of the random numbers with which an object shuffles that has no seed of its own.
-            known_streams: keeps what can be read only once, with what was read ahead of its use, by its `id`.
+            seed: seed for objects that shuffle without a seed, in training. None in an evaluation.
+            known_streams: stores iterators that can be read only once, by `id`, with the batches that were read ahead.
             **kwargs: as in `BatchReader`.
 
         Raises:
-            UserError: if the batches have no end, or are only a part of those of the run.
+            UserError: if the batches have no end, or are only a shard of the run's batches.
         """
         super().__init__(batches, *args, **kwargs)
         refuse_split_data(batches)
-        self._seed, self._is_read_once = seed, hasattr(batches, "__next__")  # its own iterator, as a generator is
+        self._seed, self._is_read_once = seed, hasattr(batches, "__next__")  # it is an iterator, such as a generator
         self._continues = self._is_read_once or (self._steps is not None and seed is not None)
         self._stream: Stream | None = None  # where this process reads
         if self._is_read_once and self._reads:
@@ -164,8 +169,8 @@ class StreamReader(BatchReader):
         self.num_batches = self._steps or length_of(batches)
         if self._scatter is not None:
             self.num_batches = self._scatter([self.num_batches] * self._num_processes, 0)
-        # Pass that was opened last; whether nobody has taken a batch of it; batches taken since then (of the run, if an
-        # epoch continues the last one), and their rows.
+        # The pass that was opened last; whether all of its batches are still there; the number of batches taken since
+        # then (in the whole run, if an epoch continues the last one); the number of their rows.
         self._pass, self._is_fresh, self._num_taken, self._rows = -1, False, 0, 0
         self._is_over = False
         self._resumed_with: dict[str, Any] | None = None
@@ -173,7 +178,7 @@ class StreamReader(BatchReader):
         self._digests: dict[int, str] = {}
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """See `Reader`."""
+        """Yields a read function for each batch; see `Reader.epoch`."""
         if not self._continues and not (self._is_fresh and self._pass == epoch):
             self._open(epoch)
         elif not self._is_read_once and self._pass < 0:
@@ -185,29 +190,38 @@ class StreamReader(BatchReader):
             yield functools.partial(self._read, epoch, number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """See `Reader`."""
+        """Skips the batches before a resume point; see `Reader.resume_at`."""
         self._resumed_with = saved or {}
         if self._continues:
             if not self._is_read_once and self._pass < 0:
                 self._open(0)
             self._drop_before(self._place(epoch, batch))
         elif self._reads and epoch:
-            skip_passes(self.batches, epoch - 1)  # the first one was opened for its first batch
+            skip_passes(self.batches, epoch - 1)  # the first pass was opened to read its first batch
             self._is_fresh = False
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """See `Reader`. The digest of the last batch before, by which it is known again."""
+        """Returns a digest of the last batch before this position, to recognize the batch after a resume.
+
+        See `Reader.saved_state`.
+        """
         digest = self._digests.get(self._place(epoch, batch))
         return None if digest is None else {"digest": digest}
 
     def end_epoch(self, number: int) -> None:
-        """See `Reader`. Of an object that can be read only once, what was read ahead will come again."""
+        """Ends an epoch; see `Reader.end_epoch`.
+
+        For an iterator that can be read only once, puts back the batches that were read ahead.
+        """
         if self._is_read_once and self._stream is not None:
             self._stream.give_back([data for place, data in self._read_last if place >= number])
         self._read_last.clear()
 
     def _place(self, epoch: int, batch: int) -> int:
-        """Returns how many batches are before one: of the run if an epoch continues the last one, else of its epoch."""
+        """Returns the number of batches before a batch.
+
+        Counts from the start of the run if an epoch continues the last one, otherwise from the start of the epoch.
+        """
         return epoch * (self._steps or 0) + batch if self._continues else batch
 
     def _look(self) -> Any:
@@ -216,7 +230,7 @@ class StreamReader(BatchReader):
         return self._stream.peek() if self._stream else END
 
     def _open(self, number: int) -> None:
-        """Begins a pass over the data, in each process alike."""
+        """Starts a pass over the data, in every process."""
         if self._seed is not None:
             seed_pass(self.batches if self._reads else (), self._seed, number)
         if self._reads:
@@ -252,22 +266,22 @@ class StreamReader(BatchReader):
 
     def _take(self) -> Any:
         data = self._stream.take() if self._stream else END
-        # In training an epoch of more batches than there are continues with the next pass, as with arrays.
+        # In training, an epoch with more batches than the data continues with the next pass, as with arrays.
         if data is END and self._steps and self._seed is not None and not self._is_read_once:
             self._open(self._pass + 1)
             data = self._stream.take() if self._stream else END
         return data
 
     def _require_some(self, number: int) -> None:
-        """Raises `UserError` if what can be read only once has nothing left for a whole epoch."""
+        """Raises `UserError` if an iterator that can be read only once has no batch left for an epoch."""
         if self._is_read_once and self._num_taken and not number:
             raise UserError(
-                f"x: the {kind_of(self.batches)} has none left after {self._num_taken} batches: it can be read only "
-                "once; add steps_per_epoch (or validation_steps), or give an object that can be iterated again"
+                f"x: the {kind_of(self.batches)} is exhausted after {self._num_taken} batches, since it can be read "
+                "only once; add steps_per_epoch (or validation_steps), or pass an object that can be iterated again"
             )
 
     def _drop_before(self, place: int) -> None:
-        """Reads the batches before a place again, which a run was trained on before it was resumed."""
+        """Reads the batches before the resume point again, and drops them."""
         missing: int = place - self._num_taken
         data: Any = None
         for _ in range(missing if self._reads else 0):
@@ -278,6 +292,6 @@ class StreamReader(BatchReader):
         if data is None or data is END or self._resumed_with is None:
             return
         is_other = self._resumed_with.get("digest") not in (None, _digest_of(self._unpacked(data)))
-        end = "; the last is NOT the one of then: seed what shuffles, or the loss curve is another" if is_other else ""
+        end = ". The last one differs from the batch that was trained; seed the shuffling" if is_other else ""
         self.warn(f"--resume: {missing} batches of the {kind_of(self.batches)} were read again and dropped{end}")
         self._resumed_with = None

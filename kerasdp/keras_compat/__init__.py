@@ -1,5 +1,5 @@
-"""Holds all private names of Keras in use: no other module imports `keras.src`, or changes Keras' classes and objects.
+"""Holds all uses of private Keras names: only this package imports `keras.src` and patches Keras' classes and objects.
 
-Each function says what it is for, the version of Keras whose source was read for it, and whether there is a public way.
-What is replaced is put back when the context is left, by `patches`, unless a function says that it is for good.
+Each function says what it is for, which version of Keras was read, and why no public API is enough. `patches` restores
+replaced attributes at the end of a context, except for patches that are documented as permanent.
 """

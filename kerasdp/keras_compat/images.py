@@ -1,4 +1,4 @@
-"""Images that are resized, moved, and changed in color alike on all backends."""
+"""Resizes, transforms and recolors images with the same results on all backends."""
 
 import functools
 import itertools
@@ -17,10 +17,14 @@ def resize(
     original: Callable[..., Any], images: Any, size: tuple[int, int], interpolation: str = "bilinear",
     antialias: bool = False, **choices: Any,
 ) -> Any:  # fmt: skip
-    """Returns a `resize` that interpolates by a product with a matrix for each axis.
+    """Resizes images by one matrix product for each axis, in the cases in which backends differ.
 
-    Cubically, as jax does: torch (2.13) has another polynomial (-0.75 in place of -0.5, which moves numbers by a
-    tenth), TensorFlow a table of it (1e-4). And linearly in float64, which TensorFlow does in float32.
+    All other cases go to `original`.
+
+    Bicubic resizing uses the polynomial of jax. torch (2.13) has another polynomial (-0.75 instead of -0.5), which
+    changes values by a tenth. TensorFlow reads the polynomial from a table, with errors of 1e-4.
+
+    Bilinear resizing of float64 images stays in float64. TensorFlow interpolates in float32.
     """
     images = ops.convert_to_tensor(images)
     kind = keras.backend.standardize_dtype(images.dtype)
@@ -39,16 +43,16 @@ def resize(
     for axis, length in zip(axes, size):
         known = images.shape[axis]
         make: Callable[..., Any] = _interpolation
-        if known is None:  # what RandomCrop cuts out in a graph of TensorFlow's
+        if known is None:  # after RandomCrop in a graph of TensorFlow
             known, make = ops.shape(images)[axis], _interpolation.__wrapped__
         matrix = make(known, int(length), interpolation == "bicubic", antialias)
-        matrix = ops.convert_to_tensor(matrix, dtype=images.dtype)  # with a type: others of NumPy become float32
+        matrix = ops.convert_to_tensor(matrix, dtype=images.dtype)  # else NumPy's float64 becomes float32
         images = ops.moveaxis(ops.tensordot(images, matrix, [[axis], [1]]), -1, axis)
     return images
 
 
 def _of_ratio(images: Any, size: tuple[int, int], axes: tuple[int, int], fill_value: float | None) -> Any:
-    """Returns the middle of images that has the ratio of `size`; with `fill_value` they are padded to have it."""
+    """Crops images around their center to the aspect ratio of `size`; with `fill_value`, pads them instead."""
     lengths = [images.shape[axis] for axis in axes]
     for axis, length, other, wanted, by in zip(axes, lengths, lengths[::-1], size, size[::-1]):
         right = int(other * wanted / by)
@@ -64,7 +68,11 @@ def _of_ratio(images: Any, size: tuple[int, int], axes: tuple[int, int], fill_va
 
 @functools.lru_cache(64)
 def _interpolation(known: Any, wanted: int, is_cubic: bool, antialias: bool) -> Any:
-    """Returns the shares of known numbers in each wanted one, `(wanted, known)`, by pixels' centres."""
+    """Returns the matrix that interpolates one axis, of shape `(wanted, known)`.
+
+    Each row holds the weights of the `known` pixels in one of the `wanted` pixels. The weights depend on the distance
+    between the centers of the pixels.
+    """
     of = np if isinstance(known, int) else ops
     numbers = of.arange(known, dtype="float64")
     known = known if of is np else ops.cast(known, "float64")
@@ -82,16 +90,17 @@ def affine(
     original: Callable[..., Any], images: Any, transform: Any, interpolation: str = "bilinear",
     fill_mode: str = "constant", fill_value: float = 0, data_format: str | None = None,
 ) -> Any:  # fmt: skip
-    """Returns an `affine_transform` of float64 in float64, and with `fill_mode="wrap"` as on torch and jax.
+    """Applies an affine transform; float64 images stay in float64, and `fill_mode="wrap"` is as on torch and jax.
 
-    TensorFlow (2.21) takes the matrix in float32, with which places are 1e-7 of an image off. Its "wrap" leaves out the
-    pixels between the last one and the first.
+    TensorFlow (2.21) reads the matrix in float32, which shifts positions by 1e-7 of the image. Its "wrap" leaves out
+    the pixels between the last one and the first.
 
     Args:
-        original: of the backend.
-        images: four axes.
-        transform: `(images, 8)`: a matrix of 3 x 3 numbers, which says where pixels come from, without the last, 1.
-        interpolation: as in Keras, with all that follows.
+        original: the backend's function.
+        images: a batch, of four axes.
+        transform: `(images, 8)`: the entries of a 3 x 3 matrix without its last entry, 1. The matrix maps each output
+            pixel to a position in the input.
+        interpolation: as in Keras. So are the arguments after it.
     """
     if not (is_float64(images) or fill_mode == "wrap") or not _is_batch(images):
         return original(images, transform, interpolation, fill_mode, fill_value, data_format)
@@ -102,10 +111,10 @@ def perspective(
     original: Callable[..., Any], images: Any, start_points: Any, end_points: Any, interpolation: str = "bilinear",
     fill_value: float = 0, data_format: str | None = None,
 ) -> Any:  # fmt: skip
-    """Returns a `perspective_transform` of float64 in float64, as on torch.
+    """Applies a perspective transform; float64 images stay in float64, as on torch.
 
-    Keras (3.15.1) takes the points in float32 on TensorFlow and jax. Its function that makes a matrix of them, on each
-    backend `keras.src.backend.image.compute_homography_matrix`, is in no public module.
+    Keras (3.15.1) reads the points in float32 on TensorFlow and jax. The function that computes the matrix from the
+    points is private: `keras.src.backend.image.compute_homography_matrix`, on each backend.
     """
     if not is_float64(images) or not _is_batch(images) or len(start_points.shape) != 3:
         return original(images, start_points, end_points, interpolation, fill_value, data_format)
@@ -117,7 +126,7 @@ def perspective(
 
 
 def is_float64(tensor: Any) -> bool:
-    """Returns whether a tensor or an array is in float64."""
+    """Returns whether a tensor or an array has the type float64."""
     return keras.backend.standardize_dtype(ops.convert_to_tensor(tensor).dtype) == "float64"
 
 
@@ -129,13 +138,15 @@ def _moved(
     images: Any, transform: Any, nearer: Any, interpolation: str, fill_mode: str, fill_value: float,
     data_format: str | None,
 ) -> Any:  # fmt: skip
-    """Returns images whose pixels come from the places that a matrix of 3 x 3 numbers says, the last of which is 1.
+    """Samples images at the positions to which a 3 x 3 matrix maps each output pixel.
+
+    The first six entries of the matrix are in `transform`, its last entry is 1.
 
     Args:
-        nearer: `(images, 2)`, the two numbers before the last; None: zeros.
+        nearer: `(images, 2)`: entries 7 and 8 of the matrix, for a perspective. None: zeros.
     """
     images, is_wide = ops.convert_to_tensor(images), is_float64(images)
-    wide = "float64" if is_wide else "float32"  # by hand: `result_type` gives float32 where floats are to be narrow
+    wide = "float64" if is_wide else "float32"  # not `result_type`, which may turn float64 into float32
     is_first = (data_format or keras.config.image_data_format()) == "channels_first"
     images = ops.transpose(images, (0, 2, 3, 1)) if is_first else images
     height, width = images.shape[1:3]
@@ -150,7 +161,7 @@ def _moved(
 
 
 def _taken(images: Any, y: Any, x: Any, interpolation: str, fill_mode: str, fill_value: float) -> Any:
-    """Returns the pixels at places of shape `(images, height, width)`, channels last."""
+    """Returns interpolated pixels, channels last, at positions `y` and `x` of shape `(images, height, width)`."""
     height, width, channels = images.shape[1:]
     rows = ops.reshape(images, (-1, channels))
     first = ops.cast(ops.arange(ops.shape(images)[0]), "int32")[:, None, None] * (height * width)
@@ -166,7 +177,11 @@ def _taken(images: Any, y: Any, x: Any, interpolation: str, fill_mode: str, fill
 
 
 def _neighbours(place: Any, size: int, interpolation: str, fill_mode: str) -> list[tuple[Any, Any, Any]]:
-    """Returns indices of pixels by a place on an axis, whether these are in the image, and their shares."""
+    """Returns the pixels that interpolation reads on one axis, for each position.
+
+    Returns:
+        For each neighbour its indices, whether each index lies inside the image, and its weights.
+    """
     if interpolation == "nearest":
         found = [(ops.sign(place) * ops.floor(ops.abs(place) + 0.5), ops.ones_like(place))]
     else:
@@ -189,28 +204,30 @@ def _neighbours(place: Any, size: int, interpolation: str, fill_mode: str) -> li
 def elastic_outside_of_a_program(
     original: Callable[..., Any], images: Any, alpha: Any = 20.0, sigma: Any = 5.0, **choices: Any
 ) -> Any:
-    """Refuses a RandomElasticTransform in a step of jax, where Keras (3.15.1) ends in an AttributeError of its own.
+    """Raises a clear error for a RandomElasticTransform in a compiled step of jax.
 
-    The size of its kernel is a random number, which a program that XLA compiles cannot have.
+    The size of its kernel is a random value, and XLA compiles only fixed sizes. Keras (3.15.1) raises an AttributeError
+    there. Outside of a compiled step, this calls `original`.
     """
     try:
         int(sigma)
     except Exception as error:
         raise UserError(
-            "RandomElasticTransform: jax cannot compile a step with this layer, since its random numbers are sizes. "
-            "Apply the layer in the data (tf.data's map), or train with torch or tensorflow"
+            "RandomElasticTransform: jax cannot compile this layer, because the size of its kernel is random; apply it "
+            "to the data (with the map of tf.data), or train with torch or tensorflow"
         ) from error
     return original(images, alpha, sigma, **choices)
 
 
 def hue_in_its_own_type(original: Callable[..., Any], layer: Any, images: Any, *ranges: Any) -> Any:
-    """Moves the range of images in float64 where the layer computes in it, which `RandomHue` (3.15) does in float32."""
+    """Makes `RandomHue` scale images in float64 if the layer computes in float64; Keras (3.15) uses float32."""
     return original(layer, images, *ranges, dtype="float64" if layer.compute_dtype == "float64" else "float32")
 
 
 def brightness_of_a_copy(original: Callable[..., Any], layer: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns what `RandomBrightness` makes of images, and leaves these as they are.
+    """Keeps `RandomBrightness` from changing its inputs.
 
-    Keras (3.15.1) adds to them in place (`images += rgb_delta`), which on torch changes what other layers are given.
+    Keras (3.15.1) adds to the images in place (`images += rgb_delta`). On torch this also changes the inputs of other
+    layers.
     """
     return original(layer, ops.copy(images), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Reads what layers and variables of Keras hold."""
+"""Reads and changes the private state of Keras layers and variables: values, masks, losses, sublayers."""
 
 import contextlib
 import copy
@@ -20,49 +20,52 @@ from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good, wrappe
 
 
 def is_next_value(variable: Any) -> bool:
-    """Returns whether the gradient of a variable is its next value, as Keras (3.15) has it for float8.
+    """Returns whether the "gradient" of a variable is its next value, as for the float8 scales of Keras (3.15).
 
-    Scales are the same on each replica. Of the largest numbers seen, the largest of all replicas' holds, as with Keras'
-    own `gradient_accumulation_steps`.
+    The scales are the same on each replica. The new value is the largest one of all replicas, as for Keras'
+    `gradient_accumulation_steps`.
     """
     return getattr(variable, "overwrite_with_gradient", False)
 
 
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
-    """Returns a layer or model and all layers within it, at any depth, in Keras' order.
+    """Returns a layer or model and all layers within it, at any depth, in the order of Keras.
 
-    Keras 3.15: `Layer._flatten_layers`. The public `model.layers` stops at the first depth, and a layer has none.
+    Uses the private `Layer._flatten_layers` of Keras 3.15. The public `model.layers` has only the first level, and a
+    layer has no `layers`.
     """
     return list(layer._flatten_layers(include_self=include_self))
 
 
 def has_seed_generators(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer itself, without those within it, holds a `keras.random.SeedGenerator`.
+    """Returns whether a layer itself holds a `keras.random.SeedGenerator`; its sublayers do not count.
 
-    Keras 3.15: `Layer._seed_generators`; no public way.
+    Reads the private `Layer._seed_generators` of Keras 3.15; there is no public API for it.
     """
     return bool(layer._seed_generators)
 
 
 def seed_variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns the states of a model's random layers.
+    """Returns the variables that hold the random state of a model's layers.
 
-    With them at what they were at the step's begin, a micro-batch draws what its rows draw in the whole batch. Keras
-    3.15: `Layer._seed_generators`; no public way.
+    A step resets them for each micro-batch. So each row gets the same random values as in the whole batch.
+
+    Uses the private `Layer._seed_generators` of Keras 3.15; there is no public API for it.
     """
     return [generator.state for layer in all_layers(model) for generator in layer._seed_generators]
 
 
 def is_named(layer: keras.layers.Layer, patterns: Iterable[str]) -> bool:
-    """Returns whether a pattern, as 'block*', matches the name or path of a layer."""
+    """Returns whether one of the patterns, such as 'block*', matches the name or the path of a layer."""
     names = (layer.name, layer.path or "")
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
-    """Returns the weights of a model that were made to train, and do not: statistics and seeds are none of them.
+    """Returns the weights of a model that were created as trainable, and are frozen now.
 
-    Keras 3.15: `Layer._trainable_variables` keeps what `add_weight(trainable=True)` made, whatever is set afterwards.
+    Batch norm statistics and seeds do not count: they were never trainable. In Keras 3.15, `Layer._trainable_variables`
+    keeps the weights of `add_weight(trainable=True)`, even if `trainable` changes later.
     """
     found = {id(one): one for layer in all_layers(model) for one in layer._trainable_variables if not one.trainable}
     return list(found.values())
@@ -70,22 +73,22 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
 
 @contextlib.contextmanager
 def adapters_in_float64() -> Iterator[None]:
-    """Returns the context in which adapters (LoRA) of a layer in float64 are float64, too; Keras 3.15 has float32."""
+    """Returns a context in which float64 layers get float64 adapters (LoRA); Keras 3.15 makes them float32."""
 
     def add(add_weight: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("name")).startswith("lora_") and layer.variable_dtype == "float64":
             kwargs["dtype"] = "float64"
         return add_weight(layer, *args, **kwargs)
 
-    with wrapped(keras.Layer, add_weight=add):  # of what it is by then
+    with wrapped(keras.Layer, add_weight=add):  # wraps the `add_weight` of this moment
         yield
 
 
 def saved_merged(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which a model with adapters is saved as one without, to whose kernels they are added.
+    """Returns a context in which a model with LoRA adapters is saved with the adapters merged into its kernels.
 
-    Keras 3.15 writes that kernel, too, but beside a `lora_rank`: the layer comes back with adapters of zeros, which no
-    training moves. The optimizer is left out: it knows the adapters alone.
+    Keras 3.15 saves merged kernels, too, but it also saves the `lora_rank`. So the loaded layer has adapters of zeros,
+    which training does not change. The optimizer is not saved, because it has only the adapters.
     """
 
     def plain(layer: keras.layers.Layer) -> Callable[[], dict[str, Any]]:
@@ -99,125 +102,133 @@ def saved_merged(model: keras.Model) -> contextlib.AbstractContextManager[None]:
 
 
 def living_variables() -> list[keras.Variable]:
-    """Returns all variables that there are in this process, a model's or not.
+    """Returns all Keras variables of this process, inside and outside of models.
 
-    Asks Python's garbage collector: Keras (3.15) keeps no list.
+    They come from Python's garbage collector, because Keras (3.15) has no list of them.
     """
     return [each for each in gc.get_objects() if issubclass(type(each), keras.Variable)]
 
 
 def added_losses(layer: keras.layers.Layer) -> list[Any]:
-    """Returns what a layer itself has given to `add_loss` in its last call.
+    """Returns the losses that a layer itself passed to `add_loss` in its last call.
 
-    Keras 3.15: `Layer._get_own_losses`. The public `layer.losses` also has those of layers within it, so that it could
-    not be said which layer it was.
+    Uses the private `Layer._get_own_losses` of Keras 3.15. The public `layer.losses` includes the losses of its
+    sublayers, so it does not show which layer added a loss.
     """
     return layer._get_own_losses()
 
 
 def forget_added_losses(model: keras.Model) -> None:
-    """Lets a model and its layers forget the losses that an earlier step added.
+    """Clears the losses that a model and its layers added in an earlier step.
 
-    Keras 3.15: `Layer._clear_losses`, which `stateless_call` of jax does not call for the model itself. In a scope a
-    layer knows its losses by their `id`: another loss of the next program may have the same one, and would count twice.
+    Uses the private `Layer._clear_losses` of Keras 3.15. On jax, `stateless_call` does not call it for the model
+    itself. In a scope, a layer stores its losses by `id`. A loss of the next program may get the same `id`, and would
+    count twice.
     """
     model._clear_losses()
 
 
 def hook_add_loss(take: Callable[[Callable[..., None], keras.layers.Layer, Any], None]) -> None:
-    """Lets a function take what layers give to `add_loss`.
+    """Installs a function that gets each loss that a layer passes to `add_loss`.
 
-    Keras 3.15 collects the losses of layers in lists of theirs, and has no hook. The public method is wrapped once, for
-    good.
+    Keras 3.15 stores added losses in private lists and has no hook for them. So the public `add_loss` is wrapped once,
+    permanently.
 
     Args:
-        take: gets Keras' method, the layer and the loss.
+        take: called with Keras' method, the layer and the loss.
     """
     wrap_for_good(keras.layers.Layer, "add_loss", take)
 
 
 def hook_calls(make: Callable[..., Any]) -> None:
-    """Lets a function make the calls of all layers and models.
+    """Installs a function that makes the calls of all layers and models.
 
-    Keras 3.15: `Layer.__call__` leaves its call to the public `Operation.__call__`, once the arguments are converted,
-    and looks for an activity regularizer next. There is no hook, as torch's forward hooks. The method is wrapped once,
-    for good.
+    In Keras 3.15, `Layer.__call__` converts the arguments, then calls the public `Operation.__call__`, then applies the
+    activity regularizer. Keras has no hook like PyTorch's forward hooks. So `Operation.__call__` is wrapped once,
+    permanently.
 
     Args:
-        make: gets Keras' method, the layer (or another operation), and the arguments.
+        make: called with Keras' method, the layer (or another operation) and the arguments.
     """
     wrap_for_good(keras.Operation, "__call__", make)
 
 
 def become(layer: keras.layers.Layer, kind: type) -> None:
-    """Makes a layer one of a class that derives from its own, for good: weights, name and place in graphs stay.
+    """Turns a layer into an object of a subclass, permanently: it keeps its weights, its name and its place in graphs.
 
-    Keras 3.15: graphs, and models that hold a layer, know it by itself, so that another one cannot take its place.
-    Unneeded once Keras computes alike on all backends, or lets a layer be replaced in a built model.
+    In Keras 3.15, graphs and models hold the layer object itself, so no other object can replace it. This function is
+    not needed once Keras computes the same on all backends, or can replace a layer of a built model.
     """
     layer.__class__ = kind
 
 
 def weight_penalties(model: keras.Model) -> list[Any]:
-    """Returns what the regularizers of a model's trainable weights make of them, scalar tensors.
+    """Returns the penalties of the regularizers of a model's trainable weights, as scalar tensors.
 
-    As `Layer._get_regularization_losses` of Keras 3.15, of public parts.
+    The same as `Layer._get_regularization_losses` of Keras 3.15, through the public API.
     """
     regularized = [weight for weight in model.trainable_variables if weight.regularizer is not None]
     return [weight.regularizer(weight.value) for weight in regularized]
 
 
 def mask_of(tensor: Any) -> Any:
-    """Returns the mask that a layer has left at its output, or None.
+    """Returns the mask that a layer attached to its output; None without a mask.
 
-    Keras 3.15: `masking.get_keras_mask`, an attribute of tensors, or beside those of jax; no public way.
+    Uses the private `masking.get_keras_mask` of Keras 3.15. It reads an attribute of the tensor, or a separate table on
+    jax. There is no public API for it.
     """
     return masking.get_keras_mask(tensor)
 
 
 def has_mask(tensor: Any) -> bool:
-    """Returns whether a layer has left a mask at its output."""
+    """Returns whether a layer attached a mask to a tensor."""
     return mask_of(tensor) is not None
 
 
 def set_mask(tensor: Any, mask: Any) -> Any:
-    """Leaves a mask at a tensor, for the losses and metrics of Keras; returns the tensor.
+    """Attaches a mask to a tensor, for the losses and metrics of Keras, and returns the tensor.
 
-    Keras 3.15: `masking.set_keras_mask`; no public way.
+    Uses the private `masking.set_keras_mask` of Keras 3.15; there is no public API for it.
     """
     masking.set_keras_mask(tensor, mask)
     return tensor
 
 
 def with_mask(function: Callable[[Any], Any], tensor: Any) -> Any:
-    """Returns `function(tensor)`; a mask that a layer has left at the tensor goes through the function as well."""
+    """Returns `function(tensor)`; a mask that is attached to the tensor becomes `function(mask)`."""
     mask = mask_of(tensor)
     return function(tensor) if mask is None else set_mask(function(tensor), function(mask))
 
 
 def raw_value(variable: keras.Variable) -> Any:
-    """Returns what a variable holds: the backend's own variable or array, whatever scope is active.
+    """Returns the backend's variable or array in which a Keras variable stores its value, whatever scope is active.
 
-    Keras 3.15: `Variable._value`. The public `value` looks into scopes, and casts.
+    Uses the private `Variable._value` of Keras 3.15. The public `value` reads scopes, and casts.
     """
     return variable._value
 
 
 def raw_values(variables: Iterable[keras.Variable]) -> list[Any]:
-    """Returns `raw_value` of each: in each step, so without a call of Python's for each."""
+    """Returns the `raw_value` of each variable.
+
+    Each step calls it. So it reads the attribute directly, without a function call for each variable.
+    """
     return [variable._value for variable in variables]
 
 
 def set_raw_values(variables: Iterable[keras.Variable], values: Iterable[Any]) -> None:
-    """Gives each what it holds, on whatever device: `assign` keeps the device."""
+    """Sets the backend's array in which each variable stores its value.
+
+    The new array may be on another device, while `assign` keeps the device.
+    """
     for variable, value in zip(variables, values):
         variable._value = value
 
 
 def current_value(variable: keras.Variable) -> Any:
-    """Returns what a variable holds in the scope that is active, or by itself, in its own type.
+    """Returns the value of a variable in the active scope, or its stored value, without a cast.
 
-    Keras 3.15: `get_stateless_scope`. The public `value` casts within layers.
+    Uses the private `get_stateless_scope` of Keras 3.15. The public `value` casts within layers.
     """
     scope = get_stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
@@ -225,15 +236,19 @@ def current_value(variable: keras.Variable) -> Any:
 
 
 def is_in_scope() -> bool:
-    """Returns whether a `keras.StatelessScope` is active. Keras 3.15: `get_stateless_scope`."""
+    """Returns whether a `keras.StatelessScope` is active.
+
+    Uses the private `get_stateless_scope` of Keras 3.15.
+    """
     return get_stateless_scope() is not None
 
 
 class InnerScope(keras.StatelessScope):
-    """A stateless scope in which variables have the values of the scope around it, but for those that are given.
+    """A stateless scope that reads from the scope around it; variables in `state_mapping` get other values.
 
-    Keras 3.15: of nested scopes the inner one knows nothing of the outer; `get_stateless_scope` has no public name.
-    `layer.losses` has what layers add only with `collect_losses`, and penalties of weights want each weight's value.
+    In Keras 3.15, an inner scope does not read the outer one, and `get_stateless_scope` has no public name.
+    `collect_losses` is on, because `layer.losses` has added losses only with it. Penalties of weights read the value of
+    each weight.
     """
 
     def __init__(self, state_mapping: Iterable[tuple[keras.Variable, Any]] = ()):
@@ -244,53 +259,57 @@ class InnerScope(keras.StatelessScope):
 
     @property
     def assigned(self) -> list[keras.Variable]:
-        """Returns the variables that were assigned here."""
+        """Returns the variables that were assigned in this scope."""
         return list(self._assigned.values())
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Takes what a variable is assigned."""
+        """Records the assignment of a value to a variable."""
         self._assigned[id(update[0])] = update[0]
         super().add_update(update)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """Returns the value here, else that in the scope around, else the variable's own."""
+        """Returns the value of a variable in this scope, else in the scope around it, else its stored value."""
         value = super().get_current_value(variable)
         if value is None and self._around is not None:
             value = self._around.get_current_value(variable)
         return raw_value(variable) if value is None else value
 
     def assigned_values(self) -> list[Any]:
-        """Returns what variables were assigned, in the order of `write_back`."""
+        """Returns the values that were assigned in this scope, in the order of `write_back`."""
         return [self.get_current_value(variable) for variable in self.assigned]
 
     def write_back(self, values: list[Any] | None = None) -> None:
-        """Assigns, in the scope around or for good, what was assigned here; `values`: in its place."""
+        """Assigns the values of this scope in the scope around it, or to the variables if there is none.
+
+        `values`: other values to assign instead.
+        """
         for variable, value in zip(self.assigned, self.assigned_values() if values is None else values):
             variable.assign(value)
 
 
 class ScopeOfParts(keras.StatelessScope):
-    """A stateless scope of variables that may hold less than their shape says, until they are read.
+    """A stateless scope of sharded variables: a shard becomes the full value when it is read.
 
-    Keras 3.15: a `StatelessScope` refuses values of another shape.
+    In Keras 3.15, a `StatelessScope` raises for a value that does not have the shape of its variable.
     """
 
     def __init__(self, values: Iterable[tuple[keras.Variable, Any]], read: Callable[[keras.Variable, Any], Any]):
-        """`read` makes of a variable, and what it holds, its value."""
+        """`read` gets a variable and its shard, and returns the full value."""
         super().__init__(collect_losses=True)
         self.state_mapping = {id(variable): value for variable, value in values}
         self._read = read
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """Returns the value of a variable; None if it is not known here."""
+        """Returns the full value of a variable; None if the variable is not in this scope."""
         value = super().get_current_value(variable)
         return None if value is None else self._read(variable, value)
 
 
 class HeldInParts(keras.Variable):
-    """A variable of which each device holds a part: it can be read where a scope knows its value, and not elsewhere.
+    """A variable that is sharded over the devices: only a scope that has its value can read it.
 
-    A variable becomes one, and itself again, by its class, since layers and optimizers know the object.
+    A variable gets this class while it is sharded, and its former class afterwards. The object stays the same, because
+    layers and optimizers refer to it.
     """
 
     @property
@@ -298,26 +317,27 @@ class HeldInParts(keras.Variable):
         """Returns the value in the active scope.
 
         Raises:
-            UserError: outside of a step, where there is only a part of it.
+            UserError: outside of a step, where this device has only a shard of it.
         """
         scope = get_stateless_scope()
         if scope is None or scope.get_current_value(self) is None:
             raise UserError(
-                f"{self.path} is held in parts by the devices between two steps (--shard): read or change it before "
-                "fit, after it, or in on_epoch_end"
+                f"{self.path} is sharded over the devices between two steps (--shard): read or change it before fit, "
+                "after it, or in on_epoch_end"
             )
         return super().value
 
 
 def held_in_parts(variable: keras.Variable, is_part: bool) -> None:
-    """Lets a variable be read within scopes alone (`HeldInParts`), or as before."""
+    """Marks a variable as sharded (`HeldInParts`), or as an ordinary variable if `is_part` is False."""
     variable.__class__ = HeldInParts if is_part else keras.Variable
 
 
 def autocast(variable: keras.Variable, value: Any) -> Any:
-    """Returns a value of a variable in the type that the layer which is called computes in.
+    """Casts a value of a variable to the type in which the current layer computes.
 
-    Keras 3.15: `Variable._maybe_autocast`; the public `value` does it once it has the whole.
+    Uses the private `Variable._maybe_autocast` of Keras 3.15. The public `value` also does this, but needs the full
+    value.
     """
     return variable._maybe_autocast(value)
 
@@ -325,15 +345,15 @@ def autocast(variable: keras.Variable, value: Any) -> Any:
 def with_shapes(
     variables: Iterable[tuple[keras.Variable, tuple[int, ...]]],
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which variables have other shapes: those of the parts that they hold.
+    """Returns a context in which variables have the shapes of their shards.
 
-    Keras 3.15: `Variable._shape`, to which the shape of what is assigned is compared.
+    In Keras 3.15, `assign` compares the shape of the new value with `Variable._shape`.
     """
     return replaced_in_each((variable, {"_shape": tuple(shape)}) for variable, shape in variables)
 
 
 class ReadingScope(InnerScope):
-    """An `InnerScope` that knows which values variables had when they were first read here."""
+    """An `InnerScope` that records the value of each variable at its first read."""
 
     def __init__(self, state_mapping: Iterable[tuple[keras.Variable, Any]] = ()):
         """See `keras.StatelessScope`."""
@@ -341,9 +361,9 @@ class ReadingScope(InnerScope):
         self.read: dict[int, tuple[keras.Variable, Any]] = {}
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """Returns the value as `InnerScope` does."""
+        """Returns the value as `InnerScope` does, and records it."""
         value = super().get_current_value(variable)
-        # A whole that was gathered of parts is gathered again, by the scope around.
+        # The scope around gathers the full value of a shard again: it is not recorded.
         is_part = tuple(getattr(raw_value(variable), "shape", variable.shape)) != tuple(variable.shape)
         if id(variable) not in self._assigned and not is_part:
             self.read.setdefault(id(variable), (variable, value))
@@ -351,10 +371,11 @@ class ReadingScope(InnerScope):
 
 
 def state_of_calls() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns a function that gives the context in which Keras is where it is now, in any thread, as often as asked.
+    """Saves the state of Keras' layer calls; returns a function that makes contexts with this state.
 
-    Keras 3.15: `GLOBAL_STATE_TRACKER` holds, for each thread, whether layers are called in training, the types to which
-    variables are cast, the scope of their values, and names. No public way.
+    The contexts work in any thread, any number of times. In Keras 3.15, `GLOBAL_STATE_TRACKER` holds, for each thread,
+    the training mode, the types to which variables are cast, the scope of their values, and names. There is no public
+    API for it.
     """
     known = dict(vars(GLOBAL_STATE_TRACKER))
     calls = copy.copy(known.get("current_call_ctx"))
@@ -377,37 +398,38 @@ _CALL = "_kerasdp_call"
 
 
 def set_call(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
-    """Lets `call(make, layer, *args, **kwargs)` make the calls of a layer, as rematerialization does.
+    """Makes `call(make, layer, *args, **kwargs)` run each call of a layer, as rematerialization needs.
 
-    `make` is what does it otherwise. Past Keras (3.15), which would track the attribute of a built layer.
+    `make` runs the original call. The attribute is set without Keras (3.15), which would track it in a built layer.
     """
     object.__setattr__(layer, _CALL, call)
 
 
 def call_of(layer: Any) -> Callable[..., Any] | None:
-    """Returns what `set_call` was given for a layer."""
+    """Returns the function that `set_call` set for a layer, or None."""
     return vars(layer).get(_CALL)
 
 
 def is_of_keras(kind: type) -> bool:
-    """Returns whether a class is Keras', not a user-defined one.
+    """Returns whether a class is defined by Keras, not by the user.
 
-    Keras 3.15: all of its classes are defined in `keras.src`. The public modules do not list those that a backend adds.
+    In Keras 3.15, all classes are defined in `keras.src`. The public modules do not list the classes of the backends.
     """
     return getattr(kind, "__module__", "").startswith("keras.src.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a layer holds itself, without what the layers within it hold.
+    """Lists the variables, sublayers, metrics and optimizers that a layer itself holds; its sublayers are left out.
 
     Args:
-        in_order: layers of a functional or Sequential model, in the order of its graph.
-        other_layers: that it knows of by its attributes alone.
-        variables: each with the object that an attribute holds: itself, or the generator whose state it is.
-        metrics: that it knows of by its attributes.
-        attributes: by the `id` of an object, the attribute that holds it, with the place in lists and dictionaries.
-        optimizers: that its attributes hold, each with the attribute, as above.
+        in_order: the layers of a functional or Sequential model, in the order of its graph.
+        other_layers: the layers that only attributes hold.
+        variables: pairs of a variable and the object in the attribute: the variable itself, or its seed generator.
+        metrics: the metrics that attributes hold.
+        attributes: by `id` of an object, the name of the attribute that holds it, with the index in lists and
+            dictionaries.
+        optimizers: pairs of the name of the attribute, as above, and the optimizer.
     """
 
     in_order: list[keras.layers.Layer]
@@ -419,12 +441,13 @@ class Parts:
 
 
 def parts_of(layer: keras.layers.Layer) -> Parts:
-    """Returns what a layer holds itself.
+    """Returns the variables, sublayers, metrics and optimizers that a layer itself holds.
 
-    Keras 3.15: `Layer._layers`, `_trainable_variables`, `_non_trainable_variables`, `_seed_generators`, `_metrics`:
-    what attributes hold, in the order in which they were set. That order may depend on the backend: on torch, models of
-    KerasHub 0.32 set attributes past Keras before their graph is made. `Functional._operations`, whose order is that of
-    the graph. No public way to see a layer's own ones.
+    In Keras 3.15, these private lists of a layer hold the objects in its attributes: `_layers`, `_trainable_variables`,
+    `_non_trainable_variables`, `_seed_generators` and `_metrics`. Their order is the order in which the attributes were
+    set. That order may depend on the backend: on torch, models of KerasHub 0.32 set attributes without Keras before
+    they build their graph. So the layers of a functional model come from `Functional._operations`, in the order of its
+    graph. No public API lists the objects of one layer alone.
     """
     in_order: list[Any] = []
     if isinstance(layer, Functional):
@@ -448,7 +471,7 @@ def parts_of(layer: keras.layers.Layer) -> Parts:
 
 
 def _held_by(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
-    # On torch a module keeps the modules within it apart from its other attributes.
+    # On torch, a module stores its submodules separately from its other attributes.
     values = {**vars(layer), **vars(layer).get("_modules", {})}
     for name in sorted(values.keys() - _bookkeeping(), key=lambda name: (name.startswith("_"), name)):
         if not name.startswith("_self_"):  # TensorFlow's bookkeeping
@@ -456,7 +479,10 @@ def _held_by(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _within(path: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """Yields a value, or what lists and dictionaries hold at any depth; not sets, whose order is that of memory."""
+    """Yields a value, or the items of lists and dictionaries at any depth.
+
+    Sets are skipped, because they have no fixed order.
+    """
     if not isinstance(value, (list, tuple, dict)):
         yield path, value
     elif id(value) not in above:
@@ -467,6 +493,6 @@ def _within(path: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str
 
 @functools.cache
 def _bookkeeping() -> frozenset[str]:
-    """Returns the attributes that every layer has, and those in which models keep their graph."""
+    """Returns the names of the attributes that every layer has, and of those in which models store their graph."""
     of_models = ("_functional", "_modules", "_operations", "_torch_params", "nnx_operations")
     return frozenset({*dir(keras.layers.Layer()), *of_models})

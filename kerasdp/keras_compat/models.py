@@ -1,7 +1,7 @@
-"""Reads what a Keras model knows of its graph and its outputs, and of what `compile` made; takes part in its steps.
+"""Reads the graph, losses and metrics of a Keras model, and hooks into its training steps.
 
-Loss and metrics of `compile` can be computed of some rows of a batch. What user-defined steps do with optimizers and
-metrics goes through the run.
+The loss and metrics of `compile` can be computed for some rows of a batch. In user-defined steps, the run handles the
+calls of optimizers and metrics.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from kerasdp.keras_compat.patches import (
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
-    """Returns the model whose graph of calls is known: itself, or that within a Sequential one; else None.
+    """Returns the functional model behind a model: itself, or the one inside a Sequential model; None for other models.
 
-    Keras 3.15: `keras.src.models.functional.Functional`, which has no public name, and `Sequential._functional`.
+    In Keras 3.15, the class `keras.src.models.functional.Functional` and `Sequential._functional` are private.
     """
     if isinstance(model, keras.Sequential) and model.built:
         model = model._functional
@@ -40,10 +40,12 @@ def as_functional(model: keras.Model) -> keras.Model | None:
 
 
 def calls(model: keras.Model) -> list[Any] | None:
-    """Returns the calls of a functional model's layers, inputs left out, in an order in which they can be made.
+    """Returns the layer calls of a functional model without its inputs, in an order in which they can run.
 
-    Keras 3.15: `Function._nodes_by_depth`; of a node are used `operation`, `arguments`, `input_tensors`, `outputs` and
-    `is_input`. None for a model of another kind. No public way.
+    Returns None for another kind of model.
+
+    Uses the private `Function._nodes_by_depth` of Keras 3.15, and `operation`, `arguments`, `input_tensors`, `outputs`
+    and `is_input` of each node. There is no public API for it.
     """
     by_depth = getattr(model, "_nodes_by_depth", None)
     if by_depth is None:
@@ -52,63 +54,67 @@ def calls(model: keras.Model) -> list[Any] | None:
 
 
 def inputs_structure(model: keras.Model) -> Any:
-    """Returns a functional model's inputs as they were given to it: a tensor, list or dictionary.
+    """Returns a functional model's inputs in their original structure: a tensor, list or dictionary.
 
-    Keras 3.15: `Function._inputs_struct`; the public `input` is flat in some cases.
+    Uses the private `Function._inputs_struct` of Keras 3.15; the public `input` is flat in some cases.
     """
     return model._inputs_struct
 
 
 def outputs_structure(model: keras.Model) -> Any:
-    """Returns a functional model's outputs as they were given to it.
+    """Returns a functional model's outputs in their original structure: a tensor, list or dictionary.
 
-    Keras 3.15: `Function._outputs_struct`; the public `output` is flat in some cases.
+    Uses the private `Function._outputs_struct` of Keras 3.15; the public `output` is flat in some cases.
     """
     return model._outputs_struct
 
 
 def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
-    """Builds all that is not built yet of a compiled model: layers, losses, metrics, optimizer.
+    """Builds the unbuilt layers, losses, metrics and optimizer of a compiled model.
 
-    Keras 3.15: `Trainer._symbolic_build`; no public call does all of it without training.
+    Uses the private `Trainer._symbolic_build` of Keras 3.15. Without training, no public call builds all of them.
 
     Args:
         model: compiled.
         data: `KerasTensor`s of inputs, targets and sample weights.
     """
-    for training in (False, True):  # Keras asks for `training=False` alone
+    for training in (False, True):  # Keras tries only `training=False`
         if not all(layer.built for layer in all_layers(model)) and "training" in model.call_signature_parameters:
-            # What fails here fails below, too, where Keras says why. With `training=False` no seed is drawn.
+            # An error here comes again below, with Keras' explanation. `training=False` draws no seed.
             with contextlib.suppress(Exception):
                 backend.compute_output_spec(model, data[0], training=training)
     model._symbolic_build(data_batch=data)
 
 
 def methods_through(others: dict[str, Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which methods of all models are others; `super()` of those that override them finds these.
+    """Returns a context in which methods of `keras.Model` are replaced; `super()` in a subclass calls the replacement.
 
-    Keras 3.15: `Model` has `fit` and its like from the trainer of the backend; no hook. Unneeded where scripts call
-    the runner's methods alone.
+    In Keras 3.15, `Model` inherits `fit`, `evaluate` and `predict` from the trainer of the backend, which has no hook.
+    Scripts that call only the runner's methods do not need this.
 
     Args:
-        others: by name of the method, a function that gets Keras' own, the model and the arguments.
+        others: by name of the method, a function that gets Keras' method, the model and the arguments.
     """
     return wrapped(keras.Model, **others)
 
 
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
-    """Returns `CompileLoss` and `CompileMetrics`, new objects after each `compile`; (None, None) before the first.
+    """Returns the `CompileLoss` and `CompileMetrics` of a model; (None, None) before the first `compile`.
 
-    Keras 3.15: `Trainer._compile_loss`, `_compile_metrics`; no public way to see that a model was compiled again.
+    Each `compile` makes new objects. So they show whether a model was compiled again.
+
+    Uses the private `Trainer._compile_loss` and `_compile_metrics` of Keras 3.15; there is no public API for it.
     """
     return model._compile_loss, model._compile_metrics
 
 
 def compiled_metrics(model: keras.Model) -> list[tuple[str, keras.metrics.Metric]]:
-    """Returns the metrics of `compile` with their names, after "weighted" and the output where there are such.
+    """Returns pairs of a unique name and a metric of `compile`.
 
-    Keras 3.15: `CompileMetrics._flat_metrics` and `_flat_weighted_metrics`, an entry (or None) an output, are there
-    once it is built. The public `CompileMetrics.metrics` does not tell one from the other.
+    Names begin with "weighted" for weighted metrics, and with the output if the model has several.
+
+    In Keras 3.15, a built `CompileMetrics` has the private `_flat_metrics` and `_flat_weighted_metrics`. Each list has
+    one entry (or None) for each output. The public `CompileMetrics.metrics` does not separate the two kinds.
     """
     metrics = model._compile_metrics
     if metrics is None or not metrics.built:
@@ -116,7 +122,7 @@ def compiled_metrics(model: keras.Model) -> list[tuple[str, keras.metrics.Metric
     found = []
     for kind, outputs in (([], metrics._flat_metrics), (["weighted"], metrics._flat_weighted_metrics)):
         for place, output in enumerate(outputs):
-            # Outputs without a name of their own differ by a number that Keras gives, another in each process.
+            # Keras adds a number to the name of an unnamed output, and each process has another number.
             where = [*kind, output.output_name or "output", str(place)] if output and len(outputs) > 1 else kind
             found += [("/".join((*where, metric.name)), metric) for metric in (output.metrics if output else ())]
     return found
@@ -125,23 +131,24 @@ def compiled_metrics(model: keras.Model) -> list[tuple[str, keras.metrics.Metric
 def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
     """Returns the function of targets, outputs and sample weights that `compile(loss=)` made; None without a loss.
 
-    Keras 3.15: `Trainer._compile_loss`. The public `compute_loss` adds penalties, and reads them off the layers.
+    Uses the private `Trainer._compile_loss` of Keras 3.15. The public `compute_loss` adds the penalties of the layers.
     """
     return model._compile_loss
 
 
 def output_losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """Returns the losses of a compiled model, one an output that has one; empty as long as they are not built.
+    """Returns the loss of each output of a compiled model that has one; empty before the losses are built.
 
-    Keras 3.15: `CompileLoss._flat_losses`; the public `model.loss` is what the user wrote.
+    Uses the private `CompileLoss._flat_losses` of Keras 3.15. The public `model.loss` is the argument of `compile`.
     """
     return [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
 
 
 def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
-    """Returns the arguments that a loss hands to its function, as `axis` or `ignore_class`.
+    """Returns the arguments that a loss passes to its function, such as `axis` or `ignore_class`.
 
-    Keras 3.15: `LossFunctionWrapper._fn_kwargs`; the public `get_config` names them otherwise in each class.
+    Uses the private `LossFunctionWrapper._fn_kwargs` of Keras 3.15. The public `get_config` has other names for them in
+    each class.
     """
     return getattr(loss, "_fn_kwargs", {})
 
@@ -149,48 +156,52 @@ def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
 def compute_loss(
     model: keras.Model, inputs: Any, targets: Any, outputs: Any, sample_weight: Any, *, training: bool
 ) -> Any:
-    """Calls the public `model.compute_loss`, with `training` if it takes that.
+    """Calls the public `model.compute_loss`, with `training` if it has this argument.
 
-    Keras 3.15: `Trainer._compute_loss`, by which its own steps call it.
+    Uses the private `Trainer._compute_loss` of Keras 3.15, which Keras' steps call as well.
     """
     return model._compute_loss(inputs, targets, outputs, sample_weight, training=training)
 
 
 def restored_epoch(model: keras.Model) -> int | None:
-    """Returns the epoch at which `keras.callbacks.BackupAndRestore` lets a training continue, if it does.
+    """Returns the epoch at which `keras.callbacks.BackupAndRestore` resumes a training; None if it does not.
 
-    Keras 3.15: `Trainer._initial_epoch`, which the callback sets at the begin of a training. No public way.
+    Uses the private `Trainer._initial_epoch` of Keras 3.15, which the callback sets at the start of training. There is
+    no public API for it.
     """
     return model._initial_epoch
 
 
 def set_training_mode(model: keras.Model, is_training: bool) -> None:
-    """Sets the mode of a model on torch, where it is a `torch.nn.Module`, as Keras' own `fit` and `evaluate` do."""
+    """Sets the training mode of the model's `torch.nn.Module` on torch, as Keras' `fit` and `evaluate` do."""
     if keras.backend.backend() == "torch":
         model.train(is_training)
 
 
 def flat_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
-    """Returns what `evaluate` gives without `return_dict`: a list in the order of the metrics, or one value.
+    """Converts logs to the result of `evaluate` without `return_dict`: one value, or a list in the order of metrics.
 
-    Keras 3.15: `Trainer._flatten_metrics_in_order`; the public `metrics_names` does not have the names in the logs.
+    Uses the private `Trainer._flatten_metrics_in_order` of Keras 3.15. The public `metrics_names` differs from the
+    names in the logs.
     """
     return model._flatten_metrics_in_order(logs)
 
 
 def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
-    """Adds a batch to the mean that Keras reports as `loss`.
+    """Adds the loss of a batch to the mean that Keras reports as `loss`.
 
-    Keras 3.15: `Trainer._loss_tracker`. It is the first of the public `model.metrics`, which walks through all layers
-    each time: too slow for a training step.
+    Uses the private `Trainer._loss_tracker` of Keras 3.15. It is also the first entry of the public `model.metrics`.
+    That walks through all layers in each call, which is too slow for a training step.
     """
     model._loss_tracker.update_state(loss, sample_weight=num_rows)
 
 
 def has_untold_loss(model: keras.Model) -> bool:
-    """Returns whether the mean that Keras reports as `loss` has seen no batch: as 0.0, which none of them had.
+    """Returns whether the mean that Keras reports as `loss` has no batch in it; Keras then reports 0.0.
 
-    So it is where a user-defined step returns its loss, and updates no metric with it. Keras 3.15: as above.
+    This happens if a user-defined step returns its loss without updating the metric.
+
+    Uses the private `Trainer._loss_tracker` of Keras 3.15.
     """
     tracker = getattr(model, "_loss_tracker", None)
     if tracker is None or all(metric is not tracker for metric in model.metrics):
@@ -199,13 +210,15 @@ def has_untold_loss(model: keras.Model) -> bool:
 
 
 def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which Keras on torch asks no other rank: metrics are of the whole batch already.
+    """Returns a context in which Keras on torch does not sum metrics over ranks.
 
-    Keras 3.15 does not know of process groups. Keras 3.16 (keras-team/keras #23316) does wherever there is one: its
-    trainer for torch, the first base of `keras.Model`, adds up all variables of metrics in `get_metrics_result`, in
-    training and in evaluation, and wraps the model in DistributedDataParallel in `_initialize_ddp`, as when a callback
-    predicts. Of the class: a model that overrides these finds them by
-    `super()`. No public switch.
+    They cover the global batch already.
+
+    Keras 3.15 does not know process groups. In Keras 3.16 (keras-team/keras #23316), the trainer for torch, the first
+    base of `keras.Model`, does. `get_metrics_result` sums all metric variables over the ranks, in training and
+    evaluation. `_initialize_ddp` wraps the model in DistributedDataParallel, also when a callback predicts. Both are
+    replaced in that class: `super()` in a model that overrides them finds the replacement. No public option changes
+    this.
     """
     trainer = keras.Model.__mro__[1]
     values = {
@@ -217,7 +230,10 @@ def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
 
 
 def symbols_of(data: Any, num_rows: int) -> Any:
-    """Returns `KerasTensor`s of a structure of arrays, with the rows of the global batch: a process may hold some."""
+    """Returns `KerasTensor`s for a structure of arrays, with the number of rows of the global batch.
+
+    A process may hold fewer rows.
+    """
 
     def symbol(leaf: Any) -> Any:
         if leaf is None:
@@ -229,16 +245,16 @@ def symbols_of(data: Any, num_rows: int) -> Any:
 
 
 def output_symbols(model: keras.Model, data: tuple[Any, Any, Any]) -> Any:
-    """Returns `KerasTensor`s of a model's outputs; None if its user-defined `call` takes no symbols.
+    """Returns `KerasTensor`s of a model's outputs; None if its user-defined `call` does not accept `KerasTensor`s.
 
-    Raises what Keras raises for data of other shapes than the model and its losses take.
+    Raises the errors of Keras for data whose shapes do not fit the model and its losses.
 
-    Keras 3.15: `keras.src.backend.compute_output_spec`, with which its own trainer builds a model. The public
-    `keras.Model.compute_output_spec` does not look at the losses.
+    Uses the private `keras.src.backend.compute_output_spec` of Keras 3.15, with which its trainer builds a model. The
+    public `keras.Model.compute_output_spec` does not check the losses.
 
     Args:
         model: built and compiled.
-        data: `KerasTensor`s of inputs, targets and sample weights, with as many rows as a batch has.
+        data: `KerasTensor`s of inputs, targets and sample weights, with the rows of one batch.
     """
     inputs, targets, sample_weight = data
     try:
@@ -253,11 +269,12 @@ def output_symbols(model: keras.Model, data: tuple[Any, Any, Any]) -> Any:
 
 
 def targets_of_losses(model: keras.Model, targets: Any, outputs: Any) -> list[tuple[str, Any, Any, Any]]:
-    """Returns the losses of a compiled model: the name of the output if it has several, the loss, targets and output.
+    """Returns name, loss, targets and output for each loss of a compiled model; the name is "" with a single output.
 
-    Empty where Keras pairs targets and outputs in a way of its own.
+    The list is empty if targets and outputs cannot be paired by their paths.
 
-    Keras 3.15: `CompileLoss._flat_losses`, of which are used `path`, `loss` and `name`; no public way.
+    Uses the private `CompileLoss._flat_losses` of Keras 3.15, with `path`, `loss` and `name` of each; there is no
+    public API for it.
     """
     losses = getattr(model._compile_loss, "_flat_losses", None) or ()
     if isinstance(outputs, (list, tuple)) and isinstance(targets, dict):
@@ -277,23 +294,24 @@ def targets_of_losses(model: keras.Model, targets: Any, outputs: Any) -> list[tu
 
 
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
-    """Lets a callback that watches a metric decide now whether less is better, if it has not yet.
+    """Makes a callback that monitors a metric decide now whether lower values are better.
 
-    Keras 3.15: `_set_monitor_op` of EarlyStopping and its like turns the sign of `min_delta` at the end of their first
-    epoch: a second time, if the turned one was restored before. No public way.
+    In Keras 3.15, EarlyStopping and similar callbacks call the private `_set_monitor_op` after their first epoch. It
+    flips the sign of `min_delta`. In a resumed run it would flip the restored, already flipped value. There is no
+    public API for it.
     """
     if getattr(callback, "monitor_op", callback) is None:
         callback._set_monitor_op()
 
 
 def losses_of_whole_batch(factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
-    """Keeps Keras' losses from being divided by the number of replicas of a `tf.distribute` strategy.
+    """Returns a context in which Keras does not divide losses by the number of replicas of a `tf.distribute` strategy.
 
-    Keras 3.15: `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide those that take a mean, not
-    those that take a sum or are user-defined, so that no later factor could be right for all. They are wrapped once,
-    for good. No public way.
+    In Keras 3.15, `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide losses that are a mean. They
+    do not divide sums and user-defined losses, so no later factor would be right for all losses. Both are wrapped once,
+    permanently. There is no public API for it.
 
-    `factor`: by which the losses of single outputs are multiplied for the means that Keras keeps of them.
+    `factor`: multiplies the loss of each output before Keras adds it to the mean of that loss.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         wrap_for_good(loss_module, name, functools.partial(_unless_whole_batch, name.startswith("unscale")))
@@ -311,12 +329,12 @@ STEPS = ("train_step", "test_step", "predict_step")
 
 
 def own_steps(model: keras.Model) -> set[str]:
-    """Returns which of train_step, test_step and predict_step the model's class overrides."""
+    """Returns which of `train_step`, `test_step` and `predict_step` the model's class overrides."""
     return {name for name in STEPS if getattr(type(model), name) is not getattr(keras.Model, name)}
 
 
 def portable_steps(model: keras.Model) -> set[str]:
-    """Returns which of the user-defined steps take the data alone: on jax Keras' own take the state before it."""
+    """Returns which overridden steps take only the data; on jax, Keras' steps take the state as well."""
     return {name for name in own_steps(model) if _takes_data_alone(getattr(type(model), name))}
 
 
@@ -327,9 +345,9 @@ def _takes_data_alone(function: Callable[..., Any]) -> bool:
 
 
 def as_keras_gives(data: Any) -> Any:
-    """Returns inputs, targets and sample weights as Keras hands them to a step: without those that are None.
+    """Packs inputs, targets and sample weights as Keras passes them to a step, without those that are None.
 
-    In float64, numbers are that, too; layers would convert them by themselves.
+    With floatx float64, it casts float32 data to float64. Keras' layers would cast their inputs themselves.
     """
     if keras.config.floatx() == "float64":
         data = keras.tree.map_structure(_as_float64, tuple(data))
@@ -343,12 +361,12 @@ def _as_float64(leaf: Any) -> Any:
 
 
 def has_call(model: keras.Model) -> bool:
-    """Returns whether a model can be called: one that has a `train_step` of its own may do without."""
+    """Returns whether a model defines `call`; a model with a custom `train_step` may not need it."""
     return type(model).call is not keras.Model.call
 
 
 class _LossesOfThread(threading.local):
-    """A layer's list of losses, one for each thread: TensorFlow traces replicas in threads, in turns."""
+    """Stores a layer's losses, one list for each thread: TensorFlow traces replicas in threads, in turns."""
 
     def __init__(self) -> None:
         self.own: list[Any] = []
@@ -359,9 +377,10 @@ class _LossesOfThread(threading.local):
 
 
 def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which losses that layers add are kept by the thread that adds them.
+    """Returns a context in which each thread has a separate list of the losses that layers add.
 
-    Keras 3.15: they are in `Layer._losses`, of which are used `extend`, `clear` and a slice. No public way.
+    In Keras 3.15, the losses are in `Layer._losses`, of which Keras uses `extend`, `clear` and a slice. There is no
+    public API for it.
     """
     return replaced_in_each((layer, {"_losses": _LossesOfThread()}) for layer in layers)
 
@@ -373,15 +392,16 @@ def hooked_steps(
     update_mean: Callable[..., Any],
     result: Callable[[Callable[[], Any]], Any],
 ) -> Iterator[None]:
-    """Exchanges what a user-defined step calls, until it is left.
+    """Replaces the optimizer and metric methods that a user-defined step calls, within the context.
 
-    Keras 3.15: user-defined steps call `Optimizer.apply` and metrics where they please; no hook of its own.
+    In Keras 3.15, user-defined steps call `Optimizer.apply` and metrics at any place, and Keras has no hook for this.
 
     Args:
-        model: with the steps. `result` of its metrics is exchanged, and its layers' losses are kept by thread.
-        apply: is called in the place of `apply` of all optimizers, with that and its arguments.
-        update_mean: in the place of `keras.metrics.Mean.update_state`, likewise.
-        result: in the place of `result` of metrics, likewise.
+        model: its steps are user-defined. `result` of its metrics is replaced, and its layers' losses are stored by
+            thread.
+        apply: replaces `apply` of all optimizers; gets the original method and its arguments.
+        update_mean: replaces `keras.metrics.Mean.update_state`; gets the original method and its arguments.
+        result: replaces `result` of metrics; gets the original method and its arguments.
     """
     with (
         wrapped_apply(apply),
@@ -394,10 +414,11 @@ def hooked_steps(
 
 @contextlib.contextmanager
 def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
-    """Gives a model its numbers, texts and truth values back that a step changes, past Keras, which would track them.
+    """Restores the attributes of a model that are numbers, strings or bools, at the end of the context.
 
-    For a trial of a user-defined step, which may count its calls in an attribute; those of the class count on. Keras
-    3.15 copies no model together with its state.
+    For a trial run of a user-defined step, which may count its calls in an attribute. Attributes of the class are not
+    restored. The attributes are set without Keras, which would track them. Keras 3.15 cannot copy a model together with
+    its state.
     """
 
     def plain() -> dict[str, Any]:
@@ -414,11 +435,11 @@ def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
 
 
 def numbers_of_mirrored_variables() -> None:
-    """Lets `float` and `int` read Keras variables of several replicas, and whatever reads a metric's bool.
+    """Makes `float` and `int` work for Keras variables of several replicas, and allows bool variables in metrics.
 
-    Keras 3.15: they ask TensorFlow's mirrored variable, which is no number. No hook: `Variable.__float__` and `__int__`
-    are wrapped, once, for good. So is `Metric.add_variable`: what it makes is read as the sum over the replicas, and
-    TensorFlow (2.21) adds up no bools.
+    In Keras 3.15, `float` and `int` convert TensorFlow's mirrored variable, which fails. `Variable.__float__` and
+    `__int__` are wrapped once, permanently, because there is no hook. So is `Metric.add_variable`: its variables are
+    read as the sum over the replicas, and TensorFlow (2.21) cannot sum bools.
     """
     wrap_for_good(keras.metrics.Metric, "add_variable", _without_sum_of_bools)
     for name, kind in (("__float__", float), ("__int__", int)):
@@ -442,17 +463,17 @@ Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 
 @contextlib.contextmanager
 def reducing_losses(reduce: Reduce) -> Iterator[None]:
-    """Has `reduce` called instead of losses, as of those of a compiled model; those that it calls itself are as ever.
+    """Returns a context in which `reduce` is called instead of each loss; losses that `reduce` calls run normally.
 
-    Keras 3.15: `CompileLoss` pairs the losses with targets and outputs, and calls them. No hook: the public
-    `Loss.__call__` is wrapped, once, for good.
+    In Keras 3.15, `CompileLoss` pairs the losses with targets and outputs, and calls them. It has no hook, so the
+    public `Loss.__call__` is wrapped once, permanently.
     """
     wrap_for_good(keras.losses.Loss, "__call__", _reduced)
     try:
         with step_with(reduce=reduce):
             yield
     except ValueError as error:
-        # Keras 3.16 raises another one in its place, with more words.
+        # Keras 3.16 raises a longer error instead, with this one as its cause.
         if isinstance(error.__cause__, RunError):
             raise error.__cause__ from None
         raise
@@ -467,10 +488,10 @@ def _reduced(call: Callable[..., Any], loss: keras.losses.Loss, y_true: Any, y_p
 
 
 def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    """Returns the variables in which `compile` keeps the losses of single outputs, and those of its metrics.
+    """Returns the variables of `compile` in two lists: for the losses of single outputs, and for its metrics.
 
-    Keras 3.15: `CompileLoss.metrics`, `CompileMetrics.metrics` of `Trainer._compile_loss`, `_compile_metrics`; the
-    public `model.metrics` walks through all layers, and does not tell which metrics are from where.
+    Uses the private `Trainer._compile_loss` and `_compile_metrics` of Keras 3.15. The public `model.metrics` walks
+    through all layers, and does not show where a metric is from.
     """
     return _variables(model._compile_loss), _variables(model._compile_metrics)
 
@@ -481,33 +502,35 @@ def _variables(compiled: Any) -> list[keras.Variable]:
 
 
 def update_compiled_metrics(model: keras.Model, targets: Any, outputs: Any, sample_weight: Any) -> None:
-    """Updates the metrics of `compile`.
+    """Updates the metrics of `compile` with a batch.
 
-    Keras 3.15: `Trainer._compile_metrics`. The public `compute_metrics` also computes all results.
+    Uses the private `Trainer._compile_metrics` of Keras 3.15. The public `compute_metrics` also computes all results.
     """
     if model._compile_metrics is not None:
         model._compile_metrics.update_state(targets, outputs, sample_weight)
 
 
 def metric_function(metric: keras.metrics.Metric) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """Returns the function whose mean a metric is, and its arguments; None if it is no such mean.
+    """Returns the function whose mean a metric reports, and its arguments; (None, {}) for other metrics.
 
-    Keras 3.15: `MeanMetricWrapper._fn` and `_fn_kwargs`; the public `get_config` has serialized ones.
+    Uses the private `MeanMetricWrapper._fn` and `_fn_kwargs` of Keras 3.15. The public `get_config` has them in
+    serialized form.
     """
     return getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
 
 
 def is_metric_of_keras(function: Callable[..., Any]) -> bool:
-    """Returns whether a function is one of those that Keras' metrics take the mean of, of each row alone.
+    """Returns whether a function belongs to a metric of Keras, which computes one value for each row.
 
-    Keras 3.15: those of `keras.src.metrics`, as `sparse_categorical_accuracy`; the public module has classes alone.
+    In Keras 3.15 these are in `keras.src.metrics`, such as `sparse_categorical_accuracy`. The public module has only
+    classes.
     """
     return function.__module__.startswith("keras.src.metrics.")
 
 
 def of_same_rank(values: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Returns values of a loss and weights, with one axis more or less where Keras does so.
+    """Adds or removes the last axis of loss values or weights, as Keras does, so that their ranks match.
 
-    Keras 3.15: `squeeze_or_expand_to_same_rank` of its losses, with which `reduce_weighted_values` begins. Not public.
+    Uses the private `squeeze_or_expand_to_same_rank` of Keras 3.15, which `reduce_weighted_values` calls first.
     """
     return loss_module.squeeze_or_expand_to_same_rank(values, sample_weight)

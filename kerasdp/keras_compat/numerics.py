@@ -1,6 +1,6 @@
-"""Makes functions of Keras that compute otherwise on one backend compute alike on all.
+"""Patches Keras functions whose results differ between backends, so that all backends compute the same.
 
-Crossentropies are the same functions of their arguments on all backends, and take no more memory than needed.
+Crossentropies are the same function of their arguments on all backends, and need no more memory than necessary.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
 
 
 def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
-    """Replaces the functions of the present backend that give other losses or gradients than those of the others.
+    """Returns a context in which functions of the current backend compute the same losses and gradients as elsewhere.
 
-    Keras 3.15: functions of `keras.src.backend.nn` and `.numpy` (3.16: `keras.src.backend.ops.nn`), which the public
-    `keras.ops` and the losses, metrics and layers call. No public switch. Their values are the same functions of their
-    arguments elsewhere.
+    In Keras 3.15, these functions are in `keras.src.backend.nn` and `.numpy` (3.16: `keras.src.backend.ops.nn`). The
+    public `keras.ops`, losses, metrics and layers call them. No public option changes them. In all other cases, the
+    replacements return the values of the originals.
 
     Raises:
-        UserError: if this Keras has them elsewhere.
+        UserError: if this version of Keras has the functions in other modules.
     """
     others = _REPLACEMENTS.get(keras.backend.backend(), {}).items()
     is_3_16 = hasattr(backend, "ops")
@@ -47,23 +47,25 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
 
 
 def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None) -> None:
-    """Puts the trained weights back after a prediction with averaged ones.
+    """Restores the trained weights after a prediction with averaged weights.
 
-    Keras 3.15 asks for the opposite (`if not self._ema_weights_in_model`), so training continues from the averages.
+    Keras 3.15 checks the opposite condition (`if not self._ema_weights_in_model`), so training continues from the
+    averages.
     """
     original(callback, logs)
     if callback._ema_weights_in_model:
         callback.on_test_end(logs)
 
 
-# Of which Keras 3.16 has none of its own: `keras.ops.amax` calls `max` of the backend.
+# Keras 3.16 has no such functions in its backends: `keras.ops.amax` calls the backend's `max`.
 _GONE = ("amax", "amin")
 
 
 def _functions(module: str, name: str) -> Any:
-    """Returns the module of the present backend in which Keras looks a function up.
+    """Returns the backend module in which Keras looks up a function.
 
-    Where Keras 3.16 has it in `backend.ops` (keras-team/keras #23642), `backend.numpy` is the backend for NumPy.
+    Keras 3.16 has these modules in `backend.ops` (keras-team/keras #23642); there, `backend.numpy` is the NumPy
+    backend.
     """
     found: Any = getattr(getattr(backend, "ops", backend), module, None)
     kind = keras.backend.backend()
@@ -78,14 +80,16 @@ def _zeros_where_all_is_masked(
     original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None,
     scale: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Returns an attention that gives zeros for a query whose keys are all masked, as `keras.layers.Softmax` does.
+    """Computes attention that returns zeros for a query whose keys are all masked, as `keras.layers.Softmax` does.
 
-    Elsewhere Keras gives such a query the mean of all values. Which of the two it is depends on the path: dropout leads
-    through `Softmax`, and KerasHub (0.32) goes that way on TensorFlow only. On torch, Keras adds a large negative
-    number to what is masked, with which its fused kernels (2.13) have wrong gradients for such a query: of the
-    logarithm of the sum of exponentials, which they keep, all but that number is lost. So here nothing is masked of it.
+    Keras has two code paths. With dropout it uses `Softmax`; KerasHub (0.32) uses that path on TensorFlow only. On the
+    other path, such a query gets the mean of all values.
+
+    On torch, Keras adds a large negative number to masked logits. The fused kernels (2.13) then compute wrong gradients
+    for such a query: they store the logarithm of the sum of exponentials, in which only that number survives rounding.
+    So here such a query is not masked at all, and its output is replaced by zeros.
     """
-    # Else Keras rounds it to float32 on TensorFlow.
+    # Without a scale, Keras on TensorFlow computes it in float32.
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     given = query, key, value
     compute = functools.partial(_by_heads if _is_by_heads(*given, options) else original, *given)
@@ -105,10 +109,10 @@ def _causal_mask(query: Any, key: Any) -> Any:
 
 
 def _is_by_heads(query: Any, key: Any, value: Any, options: dict[str, Any]) -> bool:
-    """Returns whether attention is computed by `_by_heads`.
+    """Returns whether `_by_heads` computes the attention.
 
-    On jax in float64, where `jax.nn` (0.10) has its softmax in float32, whatever it is given. On TensorFlow, whose
-    einsum (2.21) takes twice as long as the same by transposes and products.
+    On jax it does so in float64: `jax.nn` (0.10) always computes the softmax in float32. On TensorFlow it does so
+    because einsum (2.21) takes twice as long as transposes and matrix products.
     """
     if keras.backend.backend() != "tensorflow":
         return keras.backend.backend() == "jax" and images.is_float64(query)
@@ -119,7 +123,7 @@ def _is_by_heads(query: Any, key: Any, value: Any, options: dict[str, Any]) -> b
 def _by_heads(
     query: Any, key: Any, value: Any, bias: Any, mask: Any, scale: Any, is_causal: bool = False, **_: Any
 ) -> Any:
-    """Returns an attention by one product of matrices for each sample and head; no softmax in half precision."""
+    """Computes attention with one matrix product for each sample and head; the softmax is never in half precision."""
     dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
     wide = keras.backend.result_type(dtype, "float32")
     groups = query.shape[2] // key.shape[2]
@@ -139,18 +143,18 @@ def _by_heads(
 
 
 def channels_last_by_strides(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Returns a convolution that reads its inputs where they are.
+    """Computes a convolution of channels-last inputs without copying them.
 
-    Keras (3.15) on torch copies inputs with channels last into memory with channels first, and back before the
-    convolution (keras-team/keras #23279, mended later). To torch both are one kind of tensor with other strides.
+    Keras (3.15) on torch copies them into channels-first memory, and back before the convolution (keras-team/keras
+    #23279, fixed later). In torch the two layouts differ only in their strides.
     """
     given = _signature(original).bind(*args, **options)
     inputs = ops.convert_to_tensor(given.arguments["inputs"])
     is_last = (given.arguments.get("data_format") or keras.config.image_data_format()) == "channels_last"
     kernel = ops.convert_to_tensor(given.arguments["kernel"])
     if kernel.shape[-1] == 1 and keras.backend.standardize_dtype(kernel.dtype) == "float64":
-        # Of one filter (of a transposed convolution: one channel) in float64 PyTorch (2.13) has no gradient on the CPU,
-        # "slow_conv2d: grad_weight must be contiguous", unless its memory is in PyTorch's own order.
+        # PyTorch (2.13) fails in the gradient of a float64 convolution with one filter (transposed: one channel) on the
+        # CPU, "slow_conv2d: grad_weight must be contiguous", unless the kernel's memory is in PyTorch's order.
         kernel = kernel.movedim((-1, -2), (0, 1)).contiguous().movedim((0, 1), (-1, -2))
     given.arguments["kernel"] = kernel
     if is_last and inputs.dim() > 3:  # a tensor of three axes has one layout
@@ -163,7 +167,10 @@ _signature = functools.cache(inspect.signature)
 
 
 def _absolute(original: Callable[..., Any], x: Any) -> Any:
-    """Returns absolute numbers whose gradient at exactly 0 is 0, where jax (0.10) has 1: L1 of a bias begins there."""
+    """Returns absolute values whose gradient at exactly 0 is 0; jax (0.10) has 1.
+
+    This matters for an L1 penalty of a bias, which starts at 0.
+    """
     x = ops.convert_to_tensor(x)
     return ops.sign(x) * x if _is_float(x) else original(x)
 
@@ -173,26 +180,27 @@ def _is_float(x: Any) -> bool:
 
 
 def _leaky_relu(_: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> Any:
-    """Returns a leaky ReLU whose slope is the lower one at exactly 0, where jax (0.10) has the upper one.
+    """Computes a leaky ReLU whose slope at exactly 0 is `negative_slope`; jax (0.10) has 1 there.
 
-    A convolution of a black border, with a bias of 0, gives zeros. TensorFlow (2.21) rounds the slope to float32.
+    Exact zeros are common: a convolution of a black border, with a bias of 0. TensorFlow (2.21) rounds the slope to
+    float32.
     """
     x = ops.convert_to_tensor(x)
     return ops.where(x > 0, x, negative_slope * x)
 
 
 def _first_largest(original: Callable[..., Any], x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    """Returns the place of the first of the largest numbers, as an accuracy asks for it, by TensorFlow's own function.
+    """Returns the index of the first maximum with TensorFlow's `argmax`, as accuracies need it.
 
-    Keras (3.15) first makes -0.0 less than 0.0. It asks for the sign by a comparison in int32, for which TensorFlow
-    (2.21) has no kernel on GPUs: in each step the logits would go through the host.
+    Keras (3.15) first makes -0.0 less than 0.0. Its test of the sign compares int32 values, for which TensorFlow (2.21)
+    has no kernel on GPUs. So the logits would go through the host in each step.
     """
     if axis is None or keepdims:
         return original(x, axis=axis, keepdims=keepdims)
     return _functions("numpy", "argmax").tf.argmax(ops.convert_to_tensor(x), axis, "int32")
 
 
-# In float64, where TensorFlow (2.21) computes with constants of float32, or wholly in float32.
+# For float64: TensorFlow (2.21) has float32 constants in these functions, or computes wholly in float32.
 
 
 def _exact_gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
@@ -205,10 +213,11 @@ def _exact_gelu(original: Callable[..., Any], x: Any, approximate: bool = True) 
 
 
 def of_values(original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, **axis: Any) -> Any:
-    """Returns a crossentropy of the values that it is given.
+    """Computes a crossentropy from the values of `output` alone.
 
-    On TensorFlow, Keras looks where they come from: if from a softmax or sigmoid, it takes the logits behind that, also
-    with `from_logits=True`. On other backends it clips the probabilities, and the gradients of what is clipped are 0.
+    On TensorFlow, Keras checks whether `output` comes from a softmax or sigmoid. If so, it uses the logits before it,
+    even with `from_logits=True`. On other backends it clips the probabilities, and clipped probabilities have a
+    gradient of 0.
     """
     return original(target, ops.copy(output), from_logits=from_logits, **axis)
 
@@ -216,13 +225,13 @@ def of_values(original: Callable[..., Any], target: Any, output: Any, from_logit
 def sparse_of_values(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    """Returns the crossentropy of classes, of the values that it is given.
+    """Computes a sparse categorical crossentropy from the values of `output` alone.
 
-    On TensorFlow, Keras normalizes probabilities after it has clipped them, on other backends before: where the
-    probability of the class is clipped, gradients are others.
+    On TensorFlow, Keras clips probabilities and then normalizes them. Other backends normalize first. The gradients
+    differ where the probability of the class is clipped.
     """
     output = ops.copy(output)
-    if from_logits or axis not in (-1, len(output.shape) - 1):  # which Keras refuses
+    if from_logits or axis not in (-1, len(output.shape) - 1):  # Keras raises for such an axis
         return original(target, output, from_logits=from_logits, axis=axis)
     epsilon = keras.backend.epsilon()
     target = ops.cast(target, "int32")
@@ -235,10 +244,10 @@ def sparse_of_values(
 def sparse_of_rows(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    """Returns the crossentropy of classes, with one row for each pixel or token.
+    """Computes a sparse categorical crossentropy with one row for each pixel or token.
 
-    On torch, Keras moves the axis of the classes to the second place: of probabilities the gradient then fails (2.13,
-    CPU: "grad_input must be contiguous"), and of logits it takes copies of them, in another order.
+    On torch, Keras moves the class axis to the second place. For probabilities the gradient then fails (2.13, CPU:
+    "grad_input must be contiguous"). Logits are copied into another order.
     """
     rank, shape = len(output.shape), tuple(output.shape[:-1])
     if rank < 3 or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
@@ -250,9 +259,10 @@ def sparse_of_rows(
 def sparse_by_place(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    """Returns the crossentropy of classes that looks the logit of the class up.
+    """Computes a sparse categorical crossentropy that looks up the logit of the target class.
 
-    On JAX, Keras multiplies all logarithms by one-hot targets, which of a large vocabulary takes time and memory.
+    On JAX, Keras multiplies all log-probabilities by one-hot targets. With a large vocabulary this takes time and
+    memory.
     """
     rank, shape = len(output.shape), tuple(output.shape[:-1])
     if not from_logits or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
@@ -264,11 +274,12 @@ def sparse_by_place(
 def _with_a_gradient(
     original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any
 ) -> Any:
-    """Returns the maximum, whose gradient is never lost.
+    """Returns the maximum, and never loses its gradient.
 
-    jax (0.10) gives it to the numbers that equal the maximum. XLA may compute these once more for that, in a loop that
-    rounds less: of `x - mean(x)` after a convolution none was equal (docs/contributing/framework-pitfalls.md). So where
-    there is one such number, its place tells; only several share the gradient.
+    jax (0.10) passes the gradient to the values that equal the maximum. XLA may recompute these values for it, in a
+    loop that rounds less. Then no value may equal the maximum: this happened for `x - mean(x)` after a convolution
+    (docs/contributing/framework-pitfalls.md). So the index of the maximum gets the gradient. Only if several values
+    equal the maximum do they share it.
     """
     x = ops.convert_to_tensor(x)
     if options.get("initial") is not None or not _is_float(x):
@@ -294,7 +305,7 @@ def _with_a_gradient(
 
 
 def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
-    """Returns the minimum, as `_with_a_gradient` the maximum."""
+    """Returns the minimum, with the gradient of `_with_a_gradient`."""
     x = ops.convert_to_tensor(x)
     if options.get("initial") is not None or not _is_float(x):
         return original(x, axis=axis, keepdims=keepdims, **options)
@@ -304,22 +315,22 @@ def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: boo
 def _rows_of_table(
     original: Callable[..., Any], x: Any, indices: Any, axis: Any = None, *, rows_by: str | None = None
 ) -> Any:
-    """Takes rows of a variable in its own type, and casts the rows alone where layers compute in another.
+    """Takes rows of a variable in the variable's type, and casts only these rows if a layer computes in another type.
 
-    Keras (3.15) casts the whole table. Its gradient is then added up in half precision, token by token, on torch (2.13;
-    not compiled) and jax (0.10): in bfloat16 a thousand times 1 is 256. And on a GPU, which has no atomic addition of
-    such numbers, tokens wait for each other: of BERT's two segments, with 4,096 tokens of 512 numbers, that was 27 ms
-    of a step of 28 on an H100 (jaxlib 0.11.2).
+    Keras (3.15) casts the whole table. Then the gradient is summed in half precision, token by token, on torch (2.13;
+    not compiled) and jax (0.10): in bfloat16, the sum of a thousand ones is 256. A GPU has no atomic addition of
+    half-precision values, so tokens wait for each other. BERT has two segments. With 4,096 tokens of 512 values, this
+    took 27 of the 28 ms of a step on an H100 (jaxlib 0.11.2).
 
     Args:
-        original: of the backend.
+        original: the backend's function.
         x: the table.
-        indices: of the rows.
-        axis: of the rows.
-        rows_by: the type of indices in the backend's gradient, in place of another integer type. TensorFlow (2.21) has
-            no kernel on GPUs that flattens int32: it would do that on the host. XLA (jaxlib 0.10.2) ends the process,
-            "Check failed: ShapeUtil::IsScalarWithElementType", where it is to split a table whose rows are numbered in
-            int64, of which there are any only where numbers of 64 bits are kept.
+        indices: the indices of the rows.
+        axis: the axis of the rows.
+        rows_by: the integer type of the indices in the gradient; None: no conversion. TensorFlow (2.21) has no GPU
+            kernel that flattens int32, and would do it on the host. XLA (jaxlib 0.10.2) ends the process when it splits
+            a table with int64 indices ("Check failed: ShapeUtil::IsScalarWithElementType"). jax has int64 only where
+            64-bit types are enabled.
     """
     if rows_by and ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) in ("int32", "int64"):
         indices = ops.cast(indices, rows_by)
@@ -331,10 +342,11 @@ def _rows_of_table(
 
 
 def _as_one_product(original: Callable[..., Any], subscripts: str, *operands: Any, **options: Any) -> Any:
-    """Returns an einsum; of inputs and a kernel, as in `EinsumDense` and `MultiHeadAttention`, by one matrix product.
+    """Computes an einsum of inputs and a kernel as one matrix product; other einsums go to `original`.
 
-    Keras (3.15) on TensorFlow multiplies the rows of each sample by the kernel alone. For the gradient, TensorFlow
-    (2.21) then computes that of the kernel once for each sample, keeps them all, and adds them up.
+    `EinsumDense` and `MultiHeadAttention` have such einsums. On TensorFlow, Keras (3.15) multiplies the rows of each
+    sample by the kernel separately. Then TensorFlow (2.21) computes the kernel's gradient once for each sample, stores
+    all of them, and sums them.
     """
     number = 0 if len(operands) != 2 or options else _contracted(subscripts.replace(" ", ""))
     if not number:
@@ -350,9 +362,9 @@ def _as_one_product(original: Callable[..., Any], subscripts: str, *operands: An
 
 @functools.cache
 def _contracted(equation: str) -> int:
-    """Returns how many axes, the last of the inputs and the first of the kernel, are summed over: `"abc,cde->abde"`: 1.
+    """Returns the number of axes that an einsum of inputs and a kernel sums over: 1 for `"abc,cde->abde"`.
 
-    0 where that is not all that an equation says.
+    These axes must be the last of the inputs and the first of the kernel. Returns 0 for any other equation.
     """
     found = re.fullmatch(r"(\.{3}\w*|\w+)(\w+),\2(\w*)->\1\3", equation)
     letters = "".join(found.groups()).replace(".", "") if found else ""
@@ -360,10 +372,10 @@ def _contracted(equation: str) -> int:
 
 
 def _by_groups(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
-    """Returns what a `GroupNormalization` gives on torch, by PyTorch's own function.
+    """Computes a `GroupNormalization` on torch with PyTorch's `group_norm`.
 
-    Keras has some ten passes over the inputs, of which Inductor (2.13) makes loops with strides: a small U-Net took
-    1.3 times as long as the same net in PyTorch.
+    Keras makes about ten passes over the inputs, and Inductor (2.13) compiles them to strided loops. A small U-Net took
+    1.3 times as long as the same network in PyTorch.
     """
     axis, kind = layer.axis % len(inputs.shape), keras.backend.result_type(inputs.dtype, "float32")
     if type(layer) is not keras.layers.GroupNormalization or axis == 0 or len(inputs.shape) < 3:
@@ -374,7 +386,7 @@ def _by_groups(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
     )
     x = ops.moveaxis(ops.cast(inputs, kind), axis, 1)
     torch: Any = getattr(backend, "ops", backend).nn.torch  # of Keras 3.15 and 3.16
-    # Not `torch.nn.functional.group_norm`, which refuses groups of one number.
+    # Not `torch.nn.functional.group_norm`, which raises for groups of one value.
     outputs = torch.group_norm(x, layer.groups, gamma, beta, layer.epsilon)
     return ops.cast(ops.cast(ops.moveaxis(outputs, 1, axis), inputs.dtype), layer.compute_dtype)
 
@@ -383,10 +395,11 @@ def _without_padding(
     original: Callable[..., Any], inputs: Any, pool_size: Any, strides: Any = None, padding: str = "valid",
     data_format: str | None = None,
 ) -> Any:  # fmt: skip
-    """Returns averages over windows, in which padding does not count.
+    """Computes average pooling in which padding does not count.
 
-    Where `"same"` pads more on one side than on the other, Keras repeats the numbers at the border, and counts them
-    once more (3.15: of 0 to 15 in four rows, 3 x 3, in steps of 2, it gives 6.67 for 6.5).
+    With `"same"`, more padding may be needed on one side than on the other. Then Keras repeats the border values and
+    counts them twice. For 0 to 15 in four rows, a 3 x 3 window and strides of 2, Keras 3.15 returns 6.67 instead of
+    6.5.
     """
     inputs = ops.convert_to_tensor(inputs)
     rank = len(inputs.shape) - 2
@@ -412,10 +425,10 @@ def _without_padding(
 def _mirrored(
     original: Callable[..., Any], x: Any, pad_width: Sequence[Sequence[int]], mode: str = "constant", **values: Any
 ) -> Any:
-    """Returns an array with padding; with `"symmetric"` of its own numbers, mirrored at its border.
+    """Pads an array; with `"symmetric"`, by its values mirrored at the border.
 
-    There Keras repeats the number at the border, which is the same for a width of 1 alone. One width for all axes it
-    takes for that of the last.
+    With `"symmetric"`, Keras repeats the border value, which is correct only for a width of 1. It also applies a single
+    width for all axes to the last axis only.
     """
     x = ops.convert_to_tensor(x)
     pad_width = np.broadcast_to(pad_width, (len(x.shape), 2)).tolist()
@@ -431,14 +444,14 @@ def _mirrored(
 def _inputs_first(
     original: Callable[..., Any], layer: Any, sequences: Any, initial_state: Any, mask: Any, training: bool = False
 ) -> Any:
-    """Returns what `RNN.inner_loop` gives; an LSTM without dropout multiplies all inputs by the kernel first.
+    """Runs `RNN.inner_loop`; an LSTM without dropout multiplies all inputs by the kernel before the loop.
 
-    Keras (3.15) has that product within the loop, once for each place. On jax the gradient of the kernel is then added
-    up over the devices at each place, too: of an LSTM in both directions two devices sent 34.7 MB a step in place of
-    18.3, and took 1.2 times as long.
+    Keras (3.15) computes that product within the loop, once for each time step. On jax the kernel's gradient is then
+    also summed over the devices at each time step. For a bidirectional LSTM, two devices sent 34.7 MB a step instead of
+    18.3 MB, and took 1.2 times as long.
     """
     cell = layer.cell
-    # Computes by one product of all gates, and does nothing else with inputs and states.
+    # With implementation 2, the cell computes all gates by one product.
     is_one = getattr(cell, "implementation", None) == 2 and cell.dtype_policy == layer.dtype_policy
     is_plain = is_one and not layer.stateful and not (training and cell.dropout) and None not in sequences.shape[1:]
     if type(cell) is not keras.layers.LSTMCell or not is_plain:

@@ -1,4 +1,4 @@
-"""Tells of each call of `keras.ops`, and of a backend's function that a layer calls without it, with its values."""
+"""Records each call of `keras.ops`, and of backend functions that layers call directly, with its values."""
 
 import contextlib
 import dataclasses
@@ -16,9 +16,9 @@ from keras.src import ops as used_by_layers
 
 from kerasdp.keras_compat.patches import in_place_of, replaced_in_each, step_with
 
-# Where a backend has what `keras.ops` calls, by the names of 3.15; "" are those at its top.
+# The backend's modules with the functions that `keras.ops` calls (Keras 3.15); "" is the backend itself.
 _MODULES = ("core", "image", "linalg", "math", "nn", "numpy", "")
-# What layers take from the backend itself.
+# The functions of the backend that layers call directly.
 _OF_LAYERS = ("gru", "lstm", "rnn")
 # These compute nothing.
 _NO_OPERATIONS = frozenset(
@@ -30,15 +30,15 @@ LAYER = "layer"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of an operation, or what a layer gave in the end.
+    """Records one call of an operation, or the output of a layer.
 
     Args:
-        function: `"keras.ops.tanh"`, or a backend's function, `"keras.src.backend.nn.tanh"`; `"layer"`.
-        layer: whose code calls it: the class and the name of a layer, or the class of a loss. Empty: none.
+        function: `"keras.ops.tanh"`, or a backend's function, `"keras.src.backend.nn.tanh"`; `"layer"` for a layer.
+        layer: the class and the name of the layer whose code makes the call, or the class of a loss. Empty: none.
         site: file, line and function of the call.
         arguments: a list and a dictionary, in which `Array(number)` stands for an array.
-        inputs: the arrays.
-        outputs: the arrays that it gave.
+        inputs: the arrays among the arguments.
+        outputs: the arrays that the call returned.
     """
 
     function: str
@@ -50,7 +50,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Returns the name of the function alone, or the layer."""
+        """Returns the name of the function without its module, or the name of the layer."""
         return self.layer if self.function == LAYER else self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
@@ -62,17 +62,17 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Stands for an array among the arguments of a call."""
+    """Replaces an array in the recorded arguments of a call; `number` is its index in `Call.inputs`."""
 
     number: int
 
 
 @contextlib.contextmanager
 def telling(tell: Callable[[Call], None]) -> Iterator[None]:
-    """Tells of each operation that is computed in this context, outside of other operations, once it is done.
+    """Calls `tell` with a `Call` after each operation in this context; operations within operations are left out.
 
-    And of what each layer gives, after the operations within it. What has no values is left out: what gets a function
-    (`keras.ops.scan`), and what runs where a framework traces.
+    It also reports the output of each layer, after the operations within the layer. Calls without values are left out:
+    operations that get a function (`keras.ops.scan`), and calls that a framework traces.
     """
     busy = False
 
@@ -106,7 +106,7 @@ def telling(tell: Callable[[Call], None]) -> Iterator[None]:
 
 
 def call_again(call: Call, arrays: list[Any]) -> list[Any]:
-    """Calls the function of a call with other arrays or tensors; returns the tensors it gives."""
+    """Repeats a recorded call with other arrays or tensors, and returns its output tensors."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, Array):
@@ -122,14 +122,14 @@ def call_again(call: Call, arrays: list[Any]) -> list[Any]:
 
 
 def aligned(calls: list[Call], others: list[Call]) -> Iterator[tuple[Call, Call]]:
-    """Yields the calls that two passes have in common, in pairs: backends take other paths within some layers."""
+    """Yields pairs of the calls that two recorded passes share: within some layers, backends call other operations."""
     keys: list[list[Any]] = [[(call.layer, call.site, call.name) for call in each] for each in (calls, others)]
     for first, second, length in difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
         yield from zip(calls[first : first + length], others[second : second + length])
 
 
 def _operations() -> Iterator[tuple[str, Any, str]]:
-    """Yields the paths of all operations, with a module that has it, and its name there."""
+    """Yields the path of each operation, a module that has it, and its name in that module."""
     names = [
         name
         for name, value in vars(keras.ops).items()
@@ -156,14 +156,14 @@ def _call(function: str, args: Any, kwargs: Any, result: Any) -> Call | None:
     try:
         arguments = _described((list(args), dict(kwargs)), inputs)
         outputs = [_array(tensor) for tensor in _tensors(result)]
-    except Exception:  # what a framework traces has no values, and says so in many ways
+    except Exception:  # traced tensors have no values, and raise errors of many types
         return None
     layer, site = _place()
     return Call(function=function, layer=layer, site=site, arguments=arguments, inputs=inputs, outputs=outputs)
 
 
 def _described(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns arguments with `Array` in the place of each tensor, which is added to `arrays`."""
+    """Returns arguments in which `Array` replaces each tensor; the tensors are appended to `arrays`."""
     if isinstance(value, (np.ndarray, keras.Variable)) or keras.ops.is_tensor(value):
         arrays.append(_array(value))
         return Array(len(arrays) - 1)
@@ -185,7 +185,7 @@ def _tensors(result: Any) -> list[Any]:
 
 
 def _place() -> tuple[str, str]:
-    """Returns the layer (or loss) whose code runs, and where it calls an operation."""
+    """Returns the layer (or loss) whose code is running, and the place where it calls an operation."""
     site = ""
     frame: Any = sys._getframe(1)
     while frame is not None:

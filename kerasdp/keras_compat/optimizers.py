@@ -1,4 +1,4 @@
-"""Reads and changes what Keras optimizers hold of the variables that they update."""
+"""Reads and changes the variables of Keras optimizers, and how they apply gradients."""
 
 import contextlib
 import functools
@@ -14,42 +14,43 @@ from kerasdp.keras_compat.patches import in_place_of, replaced, replaced_in_each
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Returns the optimizer that a `LossScaleOptimizer` wraps; any other (or None) as it is."""
+    """Returns the optimizer that a `LossScaleOptimizer` wraps; any other optimizer (or None) unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def learning_rate_schedule(optimizer: Any) -> keras.optimizers.schedules.LearningRateSchedule | None:
-    """Returns the schedule of an optimizer's learning rate; None if it has a fixed one.
+    """Returns the schedule of an optimizer's learning rate; None for a fixed rate.
 
-    Keras 3.15: `Optimizer._learning_rate`. The public `learning_rate` is the present value, and `get_config` gives the
-    schedule as a dictionary, for which Keras imports TensorFlow where it is installed.
+    Uses the private `Optimizer._learning_rate` of Keras 3.15. The public `learning_rate` is the current value.
+    `get_config` serializes the schedule, for which Keras imports TensorFlow if it is installed.
     """
     rate = optimizer._learning_rate
     return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
 def weights_of_optimizer(optimizer: Any) -> list[Any]:
-    """Returns the weights that an optimizer was built for, in its order.
+    """Returns the weights for which an optimizer was built, in its order.
 
-    Keras 3.15: `Optimizer._trainable_variables`; no public way to ask.
+    Uses the private `Optimizer._trainable_variables` of Keras 3.15; there is no public API for it.
     """
     return list(inner_optimizer(optimizer)._trainable_variables)
 
 
 def weights_unknown_to(optimizer: Any, weights: list[Any]) -> list[Any]:
-    """Returns those of some weights that a built optimizer was not built for.
+    """Returns the weights for which an optimizer was not built.
 
-    The public `apply` raises, after a step's work, with all values of the weight in the text (Keras 3.15).
+    In Keras 3.15, the public `apply` raises for such a weight, but after the work of a step, and prints all values of
+    the weight.
     """
     known = {id(weight) for weight in weights_of_optimizer(optimizer)}
     return [weight for weight in weights if id(weight) not in known]
 
 
 def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Variable]:
-    """Returns the variables that an optimizer keeps for single weights, by name of their kind and the weight's number.
+    """Returns the variables that an optimizer keeps for single weights, by their kind and the index of the weight.
 
-    Keras 3.15: optimizers keep them in lists, attributes of theirs, in the order of the weights. The public `variables`
-    has them all in a row, in an order of each optimizer's own.
+    In Keras 3.15, an optimizer keeps them in lists, in its attributes, in the order of the weights. The public
+    `variables` is one flat list, whose order differs from optimizer to optimizer.
     """
     return {
         (name, place): variable
@@ -62,10 +63,10 @@ def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Va
 
 
 def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
-    """Returns, by the `id` of each variable that an optimizer keeps for a weight, the name of its kind and the weight.
+    """Returns the kind and the weight of each optimizer variable that belongs to a weight, by `id` of the variable.
 
-    A user-defined optimizer may keep them elsewhere than in lists; `add_variable_from_reference` names them by the path
-    of the weight.
+    A user-defined optimizer may not store its variables in lists. `add_variable_from_reference` names them by the path
+    of the weight, so they are found by their names.
     """
     weights = weights_of_optimizer(optimizer)
     slots = {
@@ -80,7 +81,7 @@ def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
         path = max((path for path in by_path if variable.name.startswith(f"{path}_")), key=len, default=None)
         if id(variable) in slots or path is None:
             continue
-        place = num_found.get(variable.name, 0)  # of weights that share a path
+        place = num_found.get(variable.name, 0)  # several weights may share a path
         num_found[variable.name] = place + 1
         if place < len(by_path[path]):
             slots[id(variable)] = variable.name.removeprefix(f"{path}_"), by_path[path][place]
@@ -88,15 +89,15 @@ def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
 
 
 def global_clipnorm(optimizer: Any) -> float | None:
-    """Returns the norm to which an optimizer clips all gradients together, also where replicas hold parts of them."""
+    """Returns the norm to which an optimizer clips all gradients together, also if replicas hold shards of them."""
     return inner_optimizer(optimizer).global_clipnorm
 
 
 def updating_some(optimizer: Any, weights: list[Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which an optimizer updates only a stage's weights, whose gradients are clipped already.
+    """Returns a context in which an optimizer updates the weights of one pipeline stage, with gradients clipped before.
 
-    Keras 3.15: on torch it fails where none of the weights decays, which `Optimizer._use_weight_decay` tells. No public
-    way to ask.
+    In Keras 3.15, on torch, weight decay fails if no weight of the call decays. `Optimizer._use_weight_decay` shows
+    which weights decay; there is no public API for it.
     """
     inner = inner_optimizer(optimizer)
     decays = inner.weight_decay is not None and any(inner._use_weight_decay(weight) for weight in weights)
@@ -106,15 +107,15 @@ def updating_some(optimizer: Any, weights: list[Any]) -> contextlib.AbstractCont
 def updating_parts(
     optimizer: Any, is_cut: Callable[[Any], bool], counts_wholes: bool, add_up: Callable[[Any], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which an optimizer has parts of weights and gradients, and clips by norms of the wholes.
+    """Returns a context in which an optimizer updates shards of weights, and clips by the norms of full gradients.
 
-    Keras 3.15: `_clip_gradients` sees what this process holds, and so does `LossScaleOptimizer.check_finite`; the
-    formulas are those of `_clip_by_norm` and `clip_by_global_norm`. No public way.
+    In Keras 3.15, `_clip_gradients` and `LossScaleOptimizer.check_finite` see only the shards of this process, so both
+    are replaced. The formulas are from `_clip_by_norm` and `clip_by_global_norm`. There is no public API for it.
 
     Args:
         optimizer: built.
-        is_cut: whether a process holds a part of a weight.
-        counts_wholes: whether this process is the one that adds what all hold.
+        is_cut: returns whether a weight is sharded.
+        counts_wholes: whether this process is the one that adds the gradients that all processes hold.
         add_up: sums a tensor over the processes.
     """
     inner = inner_optimizer(optimizer)
@@ -149,11 +150,11 @@ def updating_parts(
 
 
 def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which all optimizers apply gradients by another method.
+    """Returns a context in which `apply` of all optimizers is wrapped.
 
-    Keras 3.15: user-defined steps call the public `apply` of whatever optimizer they have; no hook before it.
-    `LossScaleOptimizer` has an `apply` of its own, and calls that of the optimizer within it. On torch, the base of all
-    optimizers is a class of the backend's, which has none.
+    In Keras 3.15, user-defined steps call the public `apply` of any optimizer, and Keras has no hook before it.
+    `LossScaleOptimizer` has a separate `apply`, which calls the `apply` of the optimizer inside it. On torch, all
+    optimizers derive from a class of the backend, which has no `apply`.
 
     Args:
         apply: gets Keras' method, the optimizer and the arguments.
@@ -163,9 +164,10 @@ def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManage
 
 
 def applying_in_scope() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which all optimizers can apply gradients within a `StatelessScope`, on jax.
+    """Returns a context in which all optimizers can apply gradients within a `StatelessScope`, on jax.
 
-    Keras 3.15: `LossScaleOptimizer.apply` assigns in branches, and fails there; its public `stateless_apply` does not.
+    In Keras 3.15, `LossScaleOptimizer.apply` assigns in branches, which fails in a scope. Its public `stateless_apply`
+    works.
     """
 
     def apply(original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -182,20 +184,22 @@ def applying_in_scope() -> contextlib.AbstractContextManager[None]:
 
 
 def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which optimizers on TensorFlow take gradients that are reduced over the replicas already.
+    """Returns a context in which optimizers on TensorFlow do not sum gradients over replicas again.
 
-    Keras 3.15: `_all_reduce_sum_gradients` comes too late: clipping and loss scaling would see one replica's gradients.
-    No public switch. Of the class, since a callback of `fit` evaluates within it.
+    In Keras 3.15, `_all_reduce_sum_gradients` runs too late: clipping and loss scaling would see the gradients of one
+    replica. No public option changes this. The class is patched, because a callback of `fit` evaluates within this
+    context.
     """
     as_they_are: Callable[..., Any] = lambda _, optimizer, gradients_and_variables: gradients_and_variables  # noqa: E731
     return wrapped(keras.optimizers.Optimizer, _all_reduce_sum_gradients=as_they_are)
 
 
 def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which an optimizer on torch updates variable by variable, as those for other backends do.
+    """Returns a context in which an optimizer on torch updates one variable after the other, as on other backends.
 
-    Keras 3.15: those for torch override `_backend_update_step` to update all variables in one call, for which they
-    read the rate as a Python number: that waits for the device, and cannot be captured in a graph. No public switch.
+    In Keras 3.15, optimizers for torch override `_backend_update_step` to update all variables in one call. They read
+    the learning rate as a Python number: that waits for the device, and a graph cannot capture it. No public option
+    changes this.
     """
 
     def one_by_one(one: Any) -> Callable[..., None]:
@@ -211,15 +215,16 @@ def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[Non
 
 
 def updating_at_once(optimizer: Any, kernel: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which Adam, AdamW and SGD on torch update all weights in one call; others as they do.
+    """Returns a context in which Adam, AdamW and SGD on torch update all weights in one call.
 
-    Keras 3.15: those for torch have a dozen calls for all weights in `_backend_update_step`. No public switch.
-    Source of the formulas: `torch_adam.py` and `torch_sgd.py`.
+    Other optimizers do not change. The optimizers of Keras 3.15 for torch make about twelve calls for all weights in
+    `_backend_update_step`. No public option changes this. The formulas are from `torch_adam.py` and `torch_sgd.py`.
 
     Args:
-        optimizer: any.
-        kernel: updates weights of one type. It gets lists of them, gradients, momentums and velocities, the rate, the
-            factor of weight decay or None, a list of who decays, and momentum and `nesterov`, or the betas and epsilon.
+        optimizer: any optimizer.
+        kernel: updates weights of one type. Its first arguments are lists of weights, gradients, momentums and
+            velocities. Then come the learning rate, the factor of weight decay (or None), and a list that says which
+            weights decay. Last is a list: momentum and `nesterov` for SGD; both betas and epsilon for Adam.
     """
     is_sgd = isinstance(optimizer, keras.optimizers.SGD)
     is_adam = isinstance(optimizer, keras.optimizers.Adam) and not optimizer.amsgrad
@@ -250,23 +255,24 @@ def updating_at_once(optimizer: Any, kernel: Callable[..., None]) -> contextlib.
 
 
 def has_branches(optimizer: Any) -> bool:
-    """Returns whether some steps of an optimizer do what others do not, and the replicas meet within that."""
-    if inner_optimizer(optimizer) is not optimizer:  # a LossScaleOptimizer lets them meet before
+    """Returns whether an optimizer acts in some steps only, and replicas communicate within that branch."""
+    if inner_optimizer(optimizer) is not optimizer:  # with a LossScaleOptimizer they communicate before
         return False
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 
 def overrides_nothing_of_tensorflow(optimizer: Any) -> bool:
-    """Returns whether an optimizer's class leaves to Keras all that `updating_values` would take back."""
+    """Returns whether an optimizer's class overrides no method that `updating_values` replaces."""
     return all(getattr(type(optimizer), name) is own for name, (own, _) in _tensorflow_methods().items())
 
 
 def updating_values(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which an optimizer on TensorFlow updates values in a `keras.StatelessScope`, as elsewhere.
+    """Returns a context in which an optimizer on TensorFlow updates values in a `keras.StatelessScope`.
 
-    Keras 3.15: the methods that `TFOptimizer` overrides ask for TensorFlow's variables, not their values; for this time
-    they are those of `BaseOptimizer`. That accumulates gradients, and overwrites weights with their averages, in one of
-    two branches, out of which a scope's values do not come. No public way.
+    In Keras 3.15, `TFOptimizer` overrides methods that need TensorFlow's variables instead of their values. In this
+    context the methods of `BaseOptimizer` replace them. Gradient accumulation, and overwriting weights with their
+    averages, use a branch in `BaseOptimizer`. Values of a scope do not leave a branch, so here both outcomes are
+    computed. There is no public API for it.
     """
     methods: dict[str, Callable[..., Any]] = {
         name: types.MethodType(general, optimizer) for name, (_, general) in _tensorflow_methods().items()
@@ -278,7 +284,7 @@ def updating_values(optimizer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _tensorflow_methods() -> dict[str, tuple[Any, Any]]:
-    """Returns the optimizers' methods that Keras has for TensorFlow, each with the one that it has for any backend."""
+    """Returns pairs of an optimizer method for TensorFlow and the same method for any backend, by name."""
     from keras.src.backend.tensorflow.optimizer import TFOptimizer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -288,7 +294,7 @@ def _tensorflow_methods() -> dict[str, tuple[Any, Any]]:
 
 
 def _apply_without_branch(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:
-    """Does what `BaseOptimizer._backend_apply_gradients` does, but computes both outcomes, and takes one."""
+    """Does the same as `BaseOptimizer._backend_apply_gradients`, but computes both outcomes and selects one."""
 
     def update(gradients: list[Any]) -> None:
         clipped = optimizer._clip_gradients(gradients)
@@ -312,16 +318,16 @@ def _apply_without_branch(optimizer: Any, gradients: list[Any], weights: list[An
 
 
 def _update_if(condition: Any, optimizer: Any, weights: list[Any], update: Callable[[], None]) -> None:
-    """Runs an update of an optimizer and its weights, and takes the values that it gives if that is so.
+    """Runs an optimizer update, and keeps its new values only if `condition` is true.
 
     Args:
         condition: a scalar tensor.
         optimizer: built.
-        weights: that it updates.
-        update: assigns to these, and to the optimizer's variables.
+        weights: the weights that `update` assigns to.
+        update: assigns to the weights and to the optimizer's variables.
     """
     held = list({id(one): one for one in (*optimizer.variables, *weights)}.values())
-    # A scope knows nothing of the one around it (Keras 3.15).
+    # A scope does not read values of the scope around it (Keras 3.15).
     before = [(variable, variable.value) for variable in held]
     with keras.StatelessScope(before) as updated:
         update()
@@ -333,11 +339,11 @@ def _update_if(condition: Any, optimizer: Any, weights: list[Any], update: Calla
 
 @contextlib.contextmanager
 def deciding_on_device(optimizer: Any) -> Iterator[None]:
-    """Lets an optimizer that scales the loss update without a branch; for values in a `keras.StatelessScope`.
+    """Returns a context in which a `LossScaleOptimizer` updates without a branch, in a `keras.StatelessScope`.
 
-    Keras 3.15: `_common_apply` asks for the number whether the gradients are finite: on torch that waits for the
-    device, and cannot be captured in a graph; on TensorFlow the branch waits, and `_tf_apply` leaves the replicas for
-    it. Here both outcomes are computed, and one is taken, if the class is Keras'. No public way.
+    In Keras 3.15, `_common_apply` branches on whether the gradients are finite. On torch, the branch waits for the
+    device, and a graph cannot capture it. On TensorFlow it waits, too, and `_tf_apply` leaves the replica context for
+    it. Here both outcomes are computed and one is selected, if the class is Keras'. There is no public API for it.
     """
     if inner_optimizer(optimizer) is optimizer or not is_of_keras(type(optimizer)):
         yield
@@ -352,9 +358,10 @@ def deciding_on_device(optimizer: Any) -> Iterator[None]:
 
 
 def _apply(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:
-    """Does what `_common_apply` does.
+    """Does the same as `LossScaleOptimizer._common_apply`, without a branch.
 
-    Keras 3.15: gradients of what `_overwrite_variable_with_gradient` tells are new values, not scaled.
+    In Keras 3.15, `_overwrite_variable_with_gradient` marks variables whose gradient is their next value; these
+    gradients are not unscaled.
     """
     is_finite, scale = optimizer.check_finite(gradients), optimizer.dynamic_scale
     unscaled = [

@@ -1,6 +1,6 @@
-"""Replaces attributes of classes, objects and modules that are not the kit's: the one way to do it, and to undo it.
+"""Replaces attributes of classes, objects and modules of other packages, and restores them.
 
-What is replaced for good asks `current_step` each time what to do.
+All of kerasdp uses this module for it. A permanent patch reads `current_step` in each call to decide what to do.
 """
 
 import contextlib
@@ -12,21 +12,23 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """What runs in this thread: which pass of which replica, and who takes part in it.
+    """Describes the step that runs in this thread: its replica, and the hooks that are active.
 
     Attributes:
-        replica: `kerasdp.same.replica_context.ReplicaContext`; None outside of a step, or with a single replica.
-        share: `kerasdp.step.custom_steps.Share`, in a user-defined step on several replicas.
-        drawing: what draws random numbers: see `kerasdp.same.random.portable_draws`.
-        kept: by `id`, the variables whose new values a step of jax keeps; None elsewhere, where all are kept.
-        weight: whose initial values are being drawn: see `kerasdp.same.initial_weights`.
-        reduce: computes the losses of `compile` in their place: see `kerasdp.keras_compat.models.reducing_losses`.
-        factor: by which the losses of single outputs are multiplied for their means: see `losses_of_whole_batch` in
-            `kerasdp.keras_compat.models`.
-        record: takes each layer and what it gives.
-        adding: takes what layers add to the loss in place of Keras: a function that gives it to Keras, and the loss.
+        replica: the `kerasdp.same.replica_context.ReplicaContext`; None outside of a step, or with a single replica.
+        share: the `kerasdp.step.custom_steps.Share` of a user-defined step on several replicas.
+        drawing: the layer or step that draws random numbers: see `kerasdp.same.random.portable_draws`.
+        kept: on jax, the `id` of each variable whose new value the step returns. None on other backends, which keep
+            all.
+        weight: the weight whose initial values are being drawn: see `kerasdp.same.initial_weights`.
+        reduce: computes the losses of `compile` instead of Keras: see `kerasdp.keras_compat.models.reducing_losses`.
+        factor: multiplies the loss of each output before Keras adds it to the mean of that loss: see
+            `losses_of_whole_batch` in `kerasdp.keras_compat.models`.
+        record: a function that gets each layer and its outputs.
+        adding: collects the losses of `add_loss`, as pairs of the function that passes a loss to Keras, and the loss.
+            None: losses go to Keras at once.
         differentiates: whether `kerasdp.value_and_grad` is calling a function.
-        is_within_checkpoint: whether `jax.checkpoint` is around the whole pass, for weights that are gathered.
+        is_within_checkpoint: whether one `jax.checkpoint` wraps the whole pass, for weights that are gathered.
     """
 
     replica: Any = None
@@ -43,19 +45,19 @@ class Step(NamedTuple):
 
 
 _NOTHING = Step()
-# A context variable, not a global, nor functions that are swapped and restored: TensorFlow traces each replica in a
-# thread of its own, in turns.
+# A context variable, because TensorFlow traces each replica in a separate thread, in turns. A global variable, or
+# functions that are replaced and restored, would mix them up.
 _step: contextvars.ContextVar[Step] = contextvars.ContextVar("kerasdp_step", default=_NOTHING)
 
 
 def current_step() -> Step:
-    """Returns what runs in this thread."""
+    """Returns the description of the step that runs in this thread."""
     return _step.get()
 
 
 @contextlib.contextmanager
 def step_with(**values: Any) -> Iterator[None]:
-    """Returns the context in which the current step has other values, by the names of `Step`."""
+    """Returns a context in which the current step has other values; the arguments are fields of `Step`."""
     token = _step.set(_step.get()._replace(**values))
     try:
         yield
@@ -64,25 +66,25 @@ def step_with(**values: Any) -> Iterator[None]:
 
 
 def step_as(step: Step) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which the current step is this one."""
+    """Returns a context in which `step` is the current step."""
     return step_with(**step._asdict())
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Gives an owner other attributes, methods among them, until it is left.
+    """Sets attributes and methods of an owner, and restores them at the end of the context.
 
-    Afterwards it has what it had itself; what it had from its class, or not at all, it has from there again. A copy of
-    the owner that is made meanwhile keeps them.
+    An attribute that the owner did not have itself is deleted again. A copy of the owner that is made within the
+    context keeps the new attributes.
 
     Args:
-        owner: a class, for all of its objects; one object; or a module.
-        **values: by name of the attribute.
+        owner: a class (for all of its objects), one object, or a module.
+        **values: new values by name of the attribute.
     """
     is_object = not isinstance(owner, (type, types.ModuleType))
-    # Past Keras, for which each new value of an object's attribute would be a change of the layer.
+    # Not `setattr`, with which Keras would track the new attribute of a layer.
     write, erase = (object.__setattr__, object.__delattr__) if is_object else (setattr, delattr)
-    # TensorFlow (2.21) has modules that hold the names of others: what they have is not in `vars`.
+    # Some modules of TensorFlow (2.21) forward names of other modules: these are not in `vars`.
     is_module = isinstance(owner, types.ModuleType)
     held = {name: getattr(owner, name) for name in values if is_module or name in vars(owner)}
     for name, value in values.items():
@@ -99,7 +101,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_in_each(owners: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
-    """Does what `replaced` does for several owners, each with its values."""
+    """Calls `replaced` for several owners, each with its own values."""
     with contextlib.ExitStack() as stack:
         for owner, values in owners:
             stack.enter_context(replaced(owner, **values))
@@ -107,7 +109,7 @@ def replaced_in_each(owners: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterato
 
 
 def in_place_of(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what calls another function in the place of `function`, which that gets before the arguments."""
+    """Returns a function that calls `other(function, *args, **kwargs)` instead of `function(*args, **kwargs)`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -117,33 +119,36 @@ def in_place_of(function: Callable[..., Any], other: Callable[..., Any]) -> Call
 
 
 def wrapped(owner: Any, **others: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which other functions are called in the place of those that there are: `in_place_of`.
+    """Returns a context in which methods or functions of an owner are wrapped by `in_place_of`.
 
-    What is nested goes through both.
+    Nested contexts wrap the wrappers: a call goes through all of them.
 
     Args:
         owner: as in `replaced`.
-        **others: by the name of the attribute.
+        **others: the wrapping functions, by name of the attribute.
     """
     return replaced(owner, **{name: in_place_of(getattr(owner, name), other) for name, other in others.items()})
 
 
 def original(function: Any) -> Any:
-    """Returns the function that this one stands for, if `standing_for` made it; else itself."""
+    """Returns the function that `standing_for` replaced; any other function unchanged."""
     return getattr(function, "_kerasdp_original", function)
 
 
 def standing_for(function: Callable[..., Any], replacement: Any) -> Any:
-    """Returns a replacement that knows the function for which it stands: another one may stand for the same."""
+    """Marks `replacement` as a replacement of `function` for `original`, and returns it.
+
+    If `function` is a replacement itself, the mark names the first function.
+    """
     vars(replacement)["_kerasdp_original"] = original(function)
     return replacement
 
 
 def wrap_for_good(owner: Any, name: str, other: Callable[..., Any]) -> None:
-    """Wraps a function of a class or a module once, as `wrapped` does, for as long as the process lasts.
+    """Wraps a function of a class or module permanently, as `wrapped` does; a second call has no effect.
 
-    For what asks `current_step`: TensorFlow traces replicas in threads, in turns, so that what one of them put back
-    would be missing to another.
+    For functions that read `current_step`. TensorFlow traces replicas in threads, in turns: if one thread restored the
+    function, another one would miss the wrapper.
     """
     found = getattr(owner, name)
     if original(found) is found:

@@ -1,4 +1,4 @@
-"""Patches what Keras draws with: random numbers, initial weights, seeds of random layers."""
+"""Patches Keras' sources of randomness: random functions, initial weights, seeds of random layers."""
 
 import contextlib
 import functools
@@ -17,12 +17,14 @@ from kerasdp.keras_compat.patches import in_place_of, original, replaced, replac
 
 
 def next_seed(seed: Any) -> Any:
-    """Returns two words to draw with, and advances a `SeedGenerator`.
+    """Returns two words of random bits to draw with, and advances a `SeedGenerator`.
 
-    Keras 3.15: `draw_seed`. `SeedGenerator.next()` is public, but the global generator, which stands for a seed that
-    was not given, is not. On torch Keras looks for shapes on the device "meta", where it draws without a seed
-    itself; where that fails it tries again on the CPU, in the same `StatelessScope`, which would know the generator's
-    next state as a tensor without numbers.
+    Uses the private `draw_seed` of Keras 3.15. `SeedGenerator.next()` is public, but the global generator, which Keras
+    uses for `seed=None`, is not.
+
+    On torch, Keras computes shapes on the device "meta", where it draws without a seed. If that fails, it tries again
+    on the CPU in the same `StatelessScope`. The generator's state would then be a tensor without values. So this
+    returns zeros on "meta".
 
     Args:
         seed: a `keras.random.SeedGenerator`, an int, or None.
@@ -35,16 +37,17 @@ def next_seed(seed: Any) -> Any:
 def is_in_layer_call() -> bool:
     """Returns whether a layer or model is being called.
 
-    Keras 3.15: the global attribute `current_call_ctx`, which `Layer.__call__` sets for its outermost call. No public
-    way.
+    In Keras 3.15, the outermost `Layer.__call__` sets the global attribute `current_call_ctx`. There is no public API
+    for it.
     """
     return get_global_attribute("current_call_ctx") is not None
 
 
 def is_in_tensorflow_graph() -> bool:
-    """Returns whether TensorFlow traces a function, as one of `tf.data.Dataset.map`; without it: False.
+    """Returns whether TensorFlow is tracing a function, such as one of `tf.data.Dataset.map`; False without TensorFlow.
 
-    Keras 3.15: `keras.src.utils.backend_utils.in_tf_graph`, by which augmentations choose TensorFlow's functions there.
+    Uses the private `keras.src.utils.backend_utils.in_tf_graph` of Keras 3.15. Augmentation layers use it to select
+    TensorFlow's functions.
     """
     return bool(in_tf_graph())
 
@@ -54,9 +57,10 @@ _GENERATOR = "seed_of_unseeded_draws"
 
 
 def give_seed_generator(layer: keras.layers.Layer) -> None:
-    """Gives a built layer a `keras.random.SeedGenerator`, whose state is from then on one of its variables.
+    """Gives a built layer a `keras.random.SeedGenerator`, whose state becomes a variable of the layer.
 
-    Keras 3.15: a built layer takes no more of them until its `_tracker` is unlocked; no public way.
+    In Keras 3.15, a built layer accepts new variables only while its `_tracker` is unlocked; there is no public API for
+    it.
     """
     layer._tracker.unlock()
     setattr(layer, _GENERATOR, keras.random.SeedGenerator())
@@ -64,7 +68,7 @@ def give_seed_generator(layer: keras.layers.Layer) -> None:
 
 
 def given_seed_generator(layer: keras.layers.Layer) -> keras.random.SeedGenerator | None:
-    """Returns what `give_seed_generator` gave the layer."""
+    """Returns the generator that `give_seed_generator` gave the layer, or None."""
     return getattr(layer, _GENERATOR, None)
 
 
@@ -73,37 +77,38 @@ _DRAWS_PORTABLY = "_kerasdp_draws_portably"
 
 
 def draw_portably(layer: keras.layers.Layer) -> None:
-    """Marks a layer whose draws are to be portable, for good.
+    """Marks a layer permanently: its random values must be the same on all backends.
 
-    Past Keras (3.15), which would track the attribute of a built layer. `copy.deepcopy` copies it, too.
+    The attribute is set without Keras (3.15), which would track it in a built layer. `copy.deepcopy` copies the mark.
     """
     object.__setattr__(layer, _DRAWS_PORTABLY, True)
 
 
 def draws_portably(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer is marked by `draw_portably`."""
+    """Returns whether `draw_portably` has marked a layer."""
     return _DRAWS_PORTABLY in vars(layer)
 
 
 def wrap_draws(kinds: tuple[str, ...], draw: Callable[..., Any]) -> None:
-    """Wraps functions by which `keras.random` and all of Keras' layers draw, once and for the whole process.
+    """Wraps functions with which `keras.random` and all layers of Keras draw, permanently.
 
-    Keras 3.15: the functions of `keras.src.backend.random`, which are looked up there in each call. No public way.
+    In Keras 3.15, each call looks up the function in `keras.src.backend.random`. There is no public API for it.
 
     Args:
         kinds: names of functions of `keras.random`.
-        draw: is called in their place, with the name, Keras' function and its arguments.
+        draw: replaces them; gets the name, Keras' function and its arguments.
     """
     for kind in kinds:
         wrap_for_good(keras_random, kind, functools.partial(draw, kind))
 
 
 def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which others decide what new weights and random layers begin with; the innermost counts.
+    """Returns a context in which `hooks` choose the initial values of new weights and the seeds of random layers.
 
-    Keras 3.15: exchanges `Layer.add_weight`, `SeedGenerator.__init__` and the `__call__` of the random initializers,
-    all public, but for all objects there are; and `keras.src.backend.random.make_default_seed`, which takes a number
-    from Python's `random`, so that it depends on all that the process did before. No public hook does that.
+    Of nested contexts, the innermost applies. Keras 3.15 has no hook for this. So these public methods are replaced in
+    their classes: `Layer.add_weight`, `SeedGenerator.__init__`, and `__call__` of the random initializers. The private
+    `keras.src.backend.random.make_default_seed` is replaced, too. It reads Python's `random`, so its result depends on
+    earlier draws of the process.
 
     `hooks`: a `kerasdp.same.initial_weights.WeightNumbering`.
     """
@@ -113,7 +118,7 @@ def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
     def add_weight(
         layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any
     ) -> keras.Variable:
-        # The three that Keras also takes by position.
+        # Keras also accepts these three by position.
         shape, initializer, dtype = (*args, *(shape, initializer, dtype)[len(args) :])
         floating = _is_floating(dtype or layer.variable_dtype)
         initializer = keras.initializers.get(initializer or ("glorot_uniform" if floating else "zeros"))
@@ -129,7 +134,7 @@ def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
         return hooks.draw(initializer, shape, dtype) if _is_floating(dtype) else call(initializer, shape, dtype)
 
     def generator_in_graph(get: Callable[..., Any], layer: Any, backend: Any = None) -> Any:
-        """In `tf.data` Keras makes another generator, on torch and jax, of a seed that may not have been given."""
+        """Gives the generator that Keras makes for `tf.data`, on torch and jax, the seed of the layer's generator."""
         if backend in (None, keras.backend.backend()) or not hasattr(layer, "generator"):
             return get(layer, backend)
         with replaced(layer, seed=int(keras.ops.convert_to_numpy(layer.generator.state)[0])):
@@ -148,9 +153,9 @@ def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def fans_of(initializer: keras.initializers.VarianceScaling, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns how many inputs and outputs a kernel of that shape has, as an initializer counts them.
+    """Returns the number of inputs and outputs of a kernel of this shape, as an initializer counts them.
 
-    Keras 3.15: `compute_fans`; no public way.
+    Uses the private `compute_fans` of Keras 3.15; there is no public API for it.
     """
     return compute_fans(shape, initializer.input_axes, initializer.output_axes)
 
@@ -160,17 +165,17 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def seed_of(initializer: Any) -> Any:
-    """Returns the seed that the user gave an initializer, an int or a `SeedGenerator`; None if there is none.
+    """Returns the seed that the user passed to an initializer, an int or a `SeedGenerator`; None without one.
 
-    Keras 3.15: `RandomInitializer._init_seed`. The public `get_config()["seed"]` serializes, for which Keras imports
-    TensorFlow where it is installed; `seed` is one drawn at random if none was given.
+    Uses the private `RandomInitializer._init_seed` of Keras 3.15. The public `get_config()["seed"]` serializes it, for
+    which Keras imports TensorFlow if it is installed. The public `seed` is a random one if the user passed none.
     """
     return None if has_drawn_seed(initializer) else getattr(initializer, "seed", None)
 
 
 def has_drawn_seed(initializer: Any) -> bool:
-    """Returns whether Keras has drawn an initializer's seed, since none was given.
+    """Returns whether Keras drew an initializer's seed at random, because the user passed none.
 
-    Keras 3.15: `RandomInitializer._init_seed`; see `seed_of`.
+    Uses the private `RandomInitializer._init_seed` of Keras 3.15; see `seed_of`.
     """
     return getattr(initializer, "_init_seed", 0) is None

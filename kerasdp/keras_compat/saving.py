@@ -1,4 +1,4 @@
-"""Makes Keras save the kit's classes, and its own backends', under public names."""
+"""Makes Keras save classes of kerasdp and of Keras' backends under public names."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,11 +14,12 @@ from kerasdp.keras_compat.patches import wrap_for_good, wrapped
 
 
 def saved_as_keras(layer_class: type) -> type:
-    """Class decorator: models are saved with the Keras layer that the class derives from.
+    """Class decorator: models are saved with the Keras layer from which the class derives.
 
-    Weights and config are those of Keras' layer, so such a file loads where there is no kerasdp; `portable` turns the
-    layer back into ours. Keras 3.15: looks a class up in `api_export.REGISTERED_OBJS_TO_NAMES` before it writes the
-    name of its module. The public `register_keras_serializable` would add a package's name, which others do not know.
+    Weights and config are the same as for Keras' layer. So the file loads without kerasdp, and `portable` restores
+    kerasdp's layer. Keras 3.15 looks up a class in `api_export.REGISTERED_OBJS_TO_NAMES` before it writes the name of
+    its module. The public `register_keras_serializable` adds the name of a package, so the file would not load without
+    it.
     """
     name = f"keras.layers.{layer_class.__name__}"
     api_export.REGISTERED_OBJS_TO_NAMES[layer_class] = name
@@ -26,10 +27,11 @@ def saved_as_keras(layer_class: type) -> type:
 
 
 def safe_deserialization() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Keras makes nothing of a file that is code: no lambda, no pickle.
+    """Returns a context in which Keras does not load code from a file: no lambda, no pickle.
 
-    Keras 3.15: `safe_mode=True` of its functions yields to `keras.config.enable_unsafe_deserialization()`, which a
-    script may have called for a file of its own. `serialization_lib.SafeModeScope` outranks both; no public way.
+    The functions of Keras 3.15 ignore `safe_mode=True` after `keras.config.enable_unsafe_deserialization()`. A script
+    may have called that for another file. `serialization_lib.SafeModeScope` overrides both; there is no public API for
+    it.
     """
     scope: contextlib.AbstractContextManager[None] = serialization_lib.SafeModeScope(True)
     return scope
@@ -37,13 +39,14 @@ def safe_deserialization() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def classes_saved() -> Iterator[dict[str, Any]]:
-    """Yields the classes and functions, but Keras', that Keras finds in what it saves meanwhile, by their names there.
+    """Yields a dictionary that collects user-defined classes and functions that Keras saves, by their saved names.
 
-    Keras 3.15: finds none of them again, also in a module that can be imported, unless it is registered, or given as
-    `custom_objects`. `object_registration.get_registered_name` is asked for the name of each; no public way.
+    Keras 3.15 loads a user-defined class only if it is registered, or passed as `custom_objects`, even if its module
+    can be imported. Keras calls `object_registration.get_registered_name` for each saved name; there is no public API
+    for it.
 
     Raises:
-        UserError: where two have one name.
+        UserError: if two of them have the same name.
     """
     found: dict[str, Any] = {}
 
@@ -58,10 +61,10 @@ def classes_saved() -> Iterator[dict[str, Any]]:
 
 
 def arguments_in_configs() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which a model without a `get_config` of its own has in its config how it was made.
+    """Returns a context in which the config of a new model without `get_config` includes its constructor arguments.
 
-    Keras 3.15: `Model.__new__` leaves the arguments out, so that the config has the defaults of `__init__` in their
-    place, and such a model comes back as another one. `Layer.__new__`, as for layers, keeps them; no public way.
+    In Keras 3.15, `Model.__new__` does not record the arguments. So the config has the defaults of `__init__`, and the
+    loaded model differs. `Layer.__new__` records them; there is no public API for it.
     """
 
     def make(new: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -71,10 +74,11 @@ def arguments_in_configs() -> contextlib.AbstractContextManager[None]:
 
 
 def save_optimizers_by_public_names() -> None:
-    """Has Keras save optimizers under the names of the public classes from which they derive, while the process lasts.
+    """Makes Keras save optimizers under the names of their public base classes, permanently.
 
-    Keras 3.15: on torch, optimizers are of classes of its backend's, and it saves those names: such a file trains
-    nowhere else. `api_export.get_name_from_symbol` is asked for the name of each class; no public way.
+    In Keras 3.15, on torch, optimizers are classes of the backend, and Keras saves their private names. Such a file
+    cannot train on other backends. Keras calls `api_export.get_name_from_symbol` for each class name; there is no
+    public API for it.
     """
 
     def name_of(original: Callable[[Any], str | None], kind: Any) -> str | None:
@@ -86,11 +90,11 @@ def save_optimizers_by_public_names() -> None:
 
 @contextlib.contextmanager
 def compiled_as_any_backend_does(model: keras.Model) -> Iterator[None]:
-    """Saves `jit_compile="auto"`.
+    """Returns a context in which a compiled model is saved with `jit_compile="auto"`.
 
-    Keras 3.15: saves what "auto" means on the backend that saves. So a file from jax has the next backend compile,
-    which takes torch half a minute, and one from torch keeps jax from it. Writes `model._compile_config.config`, of
-    which the public `get_compile_config()` gives a copy alone.
+    Keras 3.15 saves the value that "auto" has on this backend. A file from jax would make torch compile, which takes
+    half a minute. A file from torch would keep jax from compiling. This changes `model._compile_config.config`, because
+    the public `get_compile_config()` returns a copy.
     """
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     kept = {name: value for name, value in config.items() if name == "jit_compile" and value is not None}

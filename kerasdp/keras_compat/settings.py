@@ -1,4 +1,4 @@
-"""Sets what Keras holds for the whole process: precision, seed, and which backends it may import."""
+"""Sets Keras' process-wide state: precision, seed, and which backends Keras may import."""
 
 import contextlib
 import importlib
@@ -16,26 +16,26 @@ from keras.src.utils import module_utils
 
 from kerasdp.keras_compat.patches import original, replaced, replaced_in_each, standing_for
 
-# Modules of Keras' TensorFlow backend that convert numbers (3.15); others leave that to these.
+# The modules of Keras' TensorFlow backend that convert numbers (3.15); its other modules call these.
 _CONVERTING = ("core", "image", "linalg", "math", "nn", "numpy", "optimizer", "random", "rnn", "sparse")
-# What of Keras' state is a run's choice: which devices hold a variable, its precision, and how attention is computed.
+# The state of Keras that a run sets: which devices hold a variable, its precision, and how attention is computed.
 _OF_RUN = ("distribution", "dtype_policy", "flash_attention")
 
 
 def keep_messages_of(kind: type[Exception]) -> None:
-    """Keeps errors of a class, raised in a layer's call, as they are.
+    """Keeps Keras from adding to the message of errors of this class, if a layer's call raises them.
 
-    Keras 3.15 puts the call's arguments into the text of whatever a layer raises, unless the error says by
-    `_keras_call_info_injected` that they are there. The public `disable_traceback_filtering` is for all errors.
+    Keras 3.15 adds the call's arguments to the text of each error that a layer raises. It skips errors that have the
+    attribute `_keras_call_info_injected`. The public `disable_traceback_filtering` affects all errors.
     """
     kind._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
 def set_precision(precision: str) -> None:
-    """Makes layers compute in a precision of `kerasdp.config.config.PRECISIONS`.
+    """Makes layers compute in `precision`, one of `kerasdp.config.config.PRECISIONS`.
 
-    Keras 3.15: writes `dtypes.BIT64_TO_BIT32_DTYPE`, by which results of 64 bits are of 32 on torch and jax whatever
-    the policy says (means, batch norm...). No public way.
+    In Keras 3.15, on torch and jax, `dtypes.BIT64_TO_BIT32_DTYPE` turns 64-bit results (means, batch norm) into 32-bit
+    ones, whatever the policy is. This changes that table. There is no public API for it.
     """
     if keras.backend.backend() == "tensorflow":
         _convert_numbers_in_full(precision == "float64")
@@ -47,22 +47,26 @@ def set_precision(precision: str) -> None:
 
 
 def set_attention(device_kind: str) -> None:
-    """Makes attention on TPUs what it is elsewhere; `device_kind` is that of `Devices`.
+    """Turns off flash attention on TPUs, so that attention computes the same as on other devices.
 
-    Keras 3.15 on jax takes a kernel for TPUs (splash attention) by itself. Without a mask that one is causal, with one
-    it uses the first sample's for all, on several devices it does not compile ("Mosaic kernels cannot be automatically
-    partitioned"), nor with bfloat16 where products of float32 are exact. A layer that asks for it still gets it.
+    Keras 3.15 on jax selects a TPU kernel (splash attention) by default. Without a mask this kernel is causal. With a
+    mask, it uses the mask of the first sample for all samples. It does not compile on several devices ("Mosaic kernels
+    cannot be automatically partitioned"), nor with bfloat16 if float32 products are exact. A layer that asks for flash
+    attention still gets it.
+
+    Args:
+        device_kind: the kind of a `Devices`.
     """
     if device_kind == "tpu":
         keras.config.disable_flash_attention()
 
 
 def _convert_numbers_in_full(in_full: bool) -> None:
-    """Lets Keras' TensorFlow backend, and nobody else, turn Python's floats into float64 tensors without a loss.
+    """Makes Keras' TensorFlow backend convert Python floats to float64 tensors without rounding, or restores it.
 
-    `tf.cast` and `tf.convert_to_tensor` (2.21) make them float32 first. Keras 3.15: its modules for TensorFlow know
-    these by `tf`, so those that convert numbers get a `tf` with others, until a run has another precision. No public
-    way.
+    `tf.cast` and `tf.convert_to_tensor` (2.21) round them to float32 first. The TensorFlow modules of Keras 3.15 call
+    these through their global `tf`. The modules that convert numbers get another `tf` until the precision changes. Code
+    outside of Keras still has the original. There is no public API for it.
     """
     tf = importlib.import_module("tensorflow")
     known = tensorflow_with_exact_numbers(tf) if in_full else tf
@@ -72,7 +76,10 @@ def _convert_numbers_in_full(in_full: bool) -> None:
 
 
 def tensorflow_with_exact_numbers(tf: Any) -> types.ModuleType:
-    """Returns a module with all of TensorFlow's names, which keeps all bits of Python's floats and lists of them."""
+    """Returns a module with all names of TensorFlow that converts Python floats without rounding.
+
+    Its `cast` and `convert_to_tensor` convert a float, or a list of floats, to float64 first.
+    """
 
     def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
         return tf.cast(_in_full(x), dtype, name=name)
@@ -81,23 +88,23 @@ def tensorflow_with_exact_numbers(tf: Any) -> types.ModuleType:
         return tf.convert_to_tensor(_in_full(value) if dtype is None else value, dtype, **choices)
 
     exact = types.ModuleType("tensorflow")
-    # A module's `__getattr__` is asked for what it does not have itself.
+    # Python calls a module's `__getattr__` for names that the module does not define.
     vars(exact).update(cast=cast, convert_to_tensor=convert_to_tensor, __getattr__=lambda name: getattr(tf, name))
     return exact
 
 
 def _in_full(x: Any) -> Any:
-    """Returns Python's floats as NumPy has them, in float64; what else there is as it is."""
+    """Converts Python floats, and lists of them, to float64 arrays; returns anything else unchanged."""
     numbers = keras.tree.flatten(x) if isinstance(x, (float, list, tuple)) else []
     has_floats = any(type(number) is float for number in numbers)
     return np.asarray(x) if has_floats and all(type(number) in (float, int) for number in numbers) else x
 
 
 def set_seed(seed: int) -> None:
-    """Calls `keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
+    """Calls `keras.utils.set_random_seed`, without importing TensorFlow if the backend is another one.
 
-    TensorFlow is seeded, too, where it is imported: tf.data shuffles with that seed and the one of `shuffle`. Where it
-    is not imported yet, `kerasdp.launch` seeds it later.
+    If TensorFlow is already imported, it is seeded as well: tf.data shuffles with that seed and the seed of `shuffle`.
+    If it is not, `kerasdp.launch` seeds it later.
     """
     with without_tensorflow():
         keras.utils.set_random_seed(seed)
@@ -106,13 +113,13 @@ def set_seed(seed: int) -> None:
 
 
 def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which distribution and dtype policy outlast `keras.utils.clear_session`.
+    """Returns a context in which `keras.utils.clear_session` keeps the distribution and the dtype policy.
 
-    Search tools call that for each trial.
+    Search tools call `clear_session` for each trial.
 
-    Keras 3.15: it puts new `threading.local()` in place of what holds all state. Writes `global_state.threading`, since
-    people may hold the function itself. Keras 3.16 also takes the distribution away first, by
-    `distribution_lib.set_distribution`. No public way.
+    In Keras 3.15, `clear_session` replaces the state by a new `threading.local()`. This patches
+    `global_state.threading`, since scripts may already hold a reference to `clear_session`. Keras 3.16 also resets the
+    distribution first, with `distribution_lib.set_distribution`. There is no public API for it.
     """
 
     def local() -> threading.local:
@@ -135,11 +142,11 @@ def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:
 
 
 def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
-    """Lets Keras bring new variables to JAX's devices by `put(array, sharding)`, from now on, on several hosts.
+    """Makes Keras place new variables on devices of several JAX hosts with `put(array, sharding)`, permanently.
 
-    Keras 3.15: `distribution_lib.distribute_tensor` calls `jax.device_put`, which (jax 0.10.2) lets the hosts compare
-    each value: a host whose model is another one waits for ever, or ends by SIGABRT, before anything can say so. No
-    public way.
+    In Keras 3.15, `distribution_lib.distribute_tensor` calls `jax.device_put`, which (jax 0.10.2) compares each value
+    between the hosts. A host with another model then waits forever, or ends by SIGABRT, without an error message. There
+    is no public API for it.
     """
     from keras.src.backend.jax import distribution_lib
     from keras.src.utils import jax_utils
@@ -160,9 +167,10 @@ def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
 
 
 def without_tensorflow() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which Keras does not import TensorFlow beside another backend.
+    """Returns a context in which Keras does not import TensorFlow if the backend is another one.
 
-    Keras (3.15) does that where it is installed, to seed tf.data and to serialize anything. It costs seconds, and can
-    end the process: both torch and TensorFlow bring LLVM. Writes `module_utils.tensorflow._available`; no public way.
+    Keras (3.15) imports it, if it is installed, to seed tf.data and to serialize objects. The import takes seconds, and
+    can end the process, because both torch and TensorFlow include LLVM. This changes
+    `module_utils.tensorflow._available`; there is no public API for it.
     """
     return replaced(module_utils.tensorflow, _available=keras.backend.backend() == "tensorflow")

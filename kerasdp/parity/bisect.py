@@ -1,4 +1,4 @@
-"""Finds the operation that two backends compute differently: in the forward pass, its gradient, or an update."""
+"""Finds the first operation whose results differ between two backends, in a forward pass, a gradient or an update."""
 
 import contextlib
 import dataclasses
@@ -17,22 +17,22 @@ from kerasdp.processes.devices import is_installed
 if TYPE_CHECKING:
     from kerasdp.keras_compat.operations import Call
 
-# What single operations may differ by in float64, and beside that for each difference of their inputs. A number that
-# has been float32 on its way is 3e-8 off.
+# Tolerance of a single operation in float64, and the factor by which it may amplify a difference of its inputs. A value
+# that was float32 in between is 3e-8 off.
 _OPERATION, _CONDITION = 1e-8, 100.0
-# Below this share of the largest gradient a number is round-off, as that of a bias before a batch norm.
+# A gradient below this share of the largest one is round-off. An example is the gradient of a bias before a batch norm.
 _NOTHING = 1e-9
 
 
 @dataclasses.dataclass(kw_only=True)
 class Step:
-    """What one step computed, operation by operation.
+    """The recorded results of one training step.
 
     Args:
-        calls: of operations, in the forward pass and the loss.
-        loss: of the batch.
-        gradients: of each trainable weight that the loss depends on, by path.
-        after: each variable of the model after the update, by path.
+        calls: calls of operations in the forward pass and the loss.
+        loss: loss of the batch.
+        gradients: gradients by path of their weight, without weights that the loss does not depend on.
+        after: values of the model's variables after the update, by path.
     """
 
     calls: "list[Call]"
@@ -43,12 +43,12 @@ class Step:
 
 @dataclasses.dataclass(kw_only=True)
 class Steps:
-    """Steps on one backend.
+    """The recorded steps on one backend.
 
     Args:
-        initial: each variable before the first step, by path.
-        optimizer: the name of its class.
-        steps: one after the other.
+        initial: values of the variables before the first step, by path.
+        optimizer: name of the optimizer's class.
+        steps: recorded steps, in their order.
     """
 
     initial: dict[str, np.ndarray]
@@ -58,19 +58,19 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The place where two backends first differ by more than round-off. `bisect` returns it; `str` says it in words.
+    """The place where two backends first differ by more than round-off. `bisect` returns it; `str` describes it.
 
     Args:
-        backends: the names of the two backends.
+        backends: names of the two backends.
         what: `"initial weights"`, `"operation"`, `"gradient"`, `"statistics"` or `"update"`; `"loss"` if no operation
             explains the difference.
-        name: name of the operation, the variable, or the optimizer.
-        step: counted from 0; None: before the first step.
-        expected: the value on the first backend.
-        received: the value on the second backend.
-        difference: largest difference, relative to the largest number.
+        name: name of the operation, the variable or the optimizer.
+        step: number of the step, from 0; None: before the first step.
+        expected: value on the first backend.
+        received: value on the second backend.
+        difference: largest difference, relative to the largest value.
         call: the call of the operation, with its inputs on the first backend; None if no operation is the cause.
-        inputs_differ: whether the inputs of the operation already differ. Then the code that computed them calls no
+        inputs_differ: whether the inputs of the operation already differ. Then they were computed by code that calls no
             operation of Keras.
 
     Example:
@@ -107,17 +107,17 @@ class Finding:
         when = "" if self.step is None else f"step {self.step}: "
         words = {
             "initial weights": f"the initial value of {self.name}",
-            "operation": f"what {self.call} gives",
+            "operation": f"the output of {self.call}",
             "gradient": f"the gradient of {self.call or self.name}",
-            "statistics": f"what is assigned to {self.name}",
+            "statistics": f"the new value of {self.name}",
             "update": f"the update of {self.name}",
             "loss": "the loss, though all operations of the forward pass agree",
         }[self.what]
         cause = ""
         if self.inputs_differ:
-            cause = "; its inputs differ already, by code that calls no operation of Keras"
+            cause = "; its inputs already differ, because of code that calls no operation of Keras"
         elif self.call is not None and not self.call.inputs:
-            cause = "; operations that both call in it agree"
+            cause = "; the operations that it calls on both backends agree"
         return (
             f"{when}{words} differs first, by {self.difference:.1e}{cause}: {_some(self.expected, self.received)} on "
             f"{self.backends[0]}, {_some(self.received, self.expected)} on {self.backends[1]}"
@@ -135,20 +135,21 @@ def bisect(
 ) -> Finding | None:
     """Finds the first operation of a training that two backends compute differently.
 
-    It trains a few steps on each backend, in a process of its own, and compares each operation, gradient and update. A
-    step runs without compilation, on one device, in float64, where round-off is far smaller than any mistake.
+    It trains a few steps on each backend, each in a new process, and compares every operation, gradient and update. A
+    step runs without compilation, on one device, in float64. There round-off is far smaller than any bug.
 
     Args:
         build_model: a function without arguments that returns a compiled Keras model.
-        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it. Each step takes the
-            next rows, in their order.
-        backends: names of two backends. None: the first two that are installed.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it. Each step uses the
+            next rows, in order.
+        backends: names of two backends. None: the first two installed ones.
         steps: number of updates.
-        is_plain: True: functions that differ between backends stay as they are in Keras; to find defects of Keras.
+        is_plain: True: kerasdp does not patch Keras functions that differ between backends; use it to find bugs of
+            Keras.
         **choices: fields of `kerasdp.parity.Job`: `batch_size` (32), `seed`, `device`.
 
     Returns:
-        A `Finding`, the first difference; None if there is none.
+        A `Finding` with the first difference; None if there is no difference.
 
     Raises:
         UserError: if the model cannot be sent to other processes, or cannot be trained; if there are not two backends.
@@ -173,7 +174,7 @@ def bisect(
     """
     names = tuple(backends or [name for name in BACKENDS if is_installed(name)][:2])
     if len(names) != 2:
-        raise UserError(f"bisect: expected two backends, as torch,jax. Received: {','.join(names) or 'none'}")
+        raise UserError(f"bisect: expected two backends, such as torch,jax. Received: {','.join(names) or 'none'}")
     job = Job(build_model=build_model, data=data, steps=steps, **choices)
     ways = [Way(backend=name, num_devices=1, precision="float64") for name in names]
     expected, received = (call_in(job, way, _train, is_plain) for way in ways)
@@ -186,7 +187,7 @@ def bisect(
 
 
 def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> Iterator[Finding]:
-    """Yields the first difference; what comes after it is not to be asked for."""
+    """Yields findings in order. Only the first one is meaningful, because a difference causes later ones."""
     from kerasdp.keras_compat.operations import aligned
 
     found = functools.partial(Finding, backends)
@@ -197,7 +198,7 @@ def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> It
     before, allowed = (expected.initial, received.initial), 0.0
     tolerance = tolerance_for("float64", expected.optimizer)
     for number, (one, two) in enumerate(zip(expected.steps, received.steps)):
-        passed_on: list[Finding] = []  # by operations that got other inputs: of account if the step comes to differ
+        passed_on: list[Finding] = []  # of operations whose inputs differ: reported if the step's results differ, too
         allowed = max(allowed, tolerance.of_outputs(number))
         for call, same in aligned(one.calls, two.calls):
             before_it = max((_apart(*pair) for pair in zip(call.inputs, same.inputs)), default=0.0)
@@ -224,7 +225,7 @@ def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> It
         for name, value in one.after.items():
             other = two.after.get(name, np.empty(0))
             learned = one.gradients.get(name)
-            if value.shape == other.shape and learned is not None:  # what is but round-off proves nothing
+            if value.shape == other.shape and learned is not None:  # gradients that are only round-off prove nothing
                 counts = np.abs(learned) > _NOTHING * scale
                 value, other = np.where(counts, value, 0), np.where(counts, other, 0)
             moved = _moved(before[0].get(name), value)
@@ -237,28 +238,28 @@ def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> It
 
 
 def _of_operation(output: np.ndarray) -> float:
-    """Returns what an operation may differ by that gets equal inputs, and gives an output of this type."""
+    """Returns the tolerance of an operation with equal inputs, by the dtype of its output."""
     kind = str(output.dtype)
     return tolerance_for(kind, "SGD").of_outputs(0) if kind in ("float32", "float16", "bfloat16") else _OPERATION
 
 
 def _moved(before: np.ndarray | None, after: np.ndarray) -> float:
-    """Returns how far a variable went in a step, relative to its size; at least a thousandth."""
+    """Returns how far a step moved a variable, relative to the variable's size; at least 0.001."""
     return 1.0 if before is None or before.shape != after.shape else min(max(difference(before, after), 1e-3), 1.0)
 
 
 def _apart(value: np.ndarray, other: np.ndarray) -> float:
-    """Returns how far two arrays are apart; infinite where one is in another floating-point type."""
+    """Returns the difference of two arrays; infinite if their floating-point types differ."""
     is_other_type = value.dtype.kind == other.dtype.kind == "f" and value.dtype != other.dtype
     return float("inf") if is_other_type else difference(value, other)
 
 
-# What `_call_alone` gives for a call; None: it cannot be called alone.
+# Gradients of a call by its inputs; None: it cannot be called alone.
 Gradients = list[np.ndarray] | None
 
 
 def _of_gradients(found: Finding, calls: "list[Call]", first: list[Gradients], second: list[Gradients]) -> Finding:
-    """Names the operation whose gradient differs, the last one of the forward pass being the first to be asked."""
+    """Finds the operation whose gradient differs. It starts at the end of the forward pass, where gradients start."""
     for call, one, two in reversed(list(zip(calls, first, second))):
         for value, other in zip(one or (), two or ()):
             if (apart := _apart(value, other)) > _of_operation(value):
@@ -269,7 +270,7 @@ def _of_gradients(found: Finding, calls: "list[Call]", first: list[Gradients], s
 
 
 def _some(value: np.ndarray, other: np.ndarray) -> str:
-    """Returns a value at the place where it is furthest from the other, or a few and the type."""
+    """Returns the value at the position of the largest difference; the dtype and shape if these differ."""
     if value.shape != other.shape or value.dtype != other.dtype or not value.size:
         return f"{value.dtype}{list(value.shape)}"
     place = int(np.argmax(np.nan_to_num(np.abs(value.astype(float) - other), nan=np.inf)))
@@ -278,7 +279,7 @@ def _some(value: np.ndarray, other: np.ndarray) -> str:
 
 
 def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
-    """Runs in the process of a way."""
+    """Trains and records the steps, in the process of one backend."""
     import keras
 
     from kerasdp.keras_compat.operations import telling
@@ -316,7 +317,10 @@ def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
 
 
 def _call_alone(runner: Any, job: Job, is_plain: bool, calls: "list[Call]") -> list[Gradients]:
-    """Runs in the process of a way: returns the gradients of each operation by its inputs, whatever way gave these."""
+    """Calls each operation alone and returns its gradients, in the process of one backend.
+
+    The inputs are those in `calls`, whatever backend recorded them.
+    """
     _, _, context = _prepared(runner, job, is_plain)
     with context:
         return [_gradients_alone(call) for call in calls]
@@ -338,7 +342,7 @@ def _gradients_alone(call: "Call") -> Gradients:
         for number, tensor in zip(floats, tensors):
             given[number] = tensor
         found = [each for each in call_again(call, given) if "float" in keras.backend.standardize_dtype(each.dtype)]
-        # With a factor for each number: a plain sum has the same gradient wherever numbers only change their places.
+        # Each value has another factor: a plain sum would hide an operation that puts values at wrong positions.
         factors = [np.cos(np.arange(np.prod(each.shape))).reshape(tuple(each.shape)) for each in found]
         return sum(ops.sum(each * ops.cast(own, each.dtype)) for each, own in zip(found, factors))
 
@@ -349,12 +353,12 @@ def _gradients_alone(call: "Call") -> Gradients:
             np.zeros_like(call.inputs[number]) if gradient is None else np.array(ops.convert_to_numpy(gradient))
             for number, gradient in zip(floats, gradients)
         ]
-    except Exception:  # what a function refuses, it refuses in many ways; nothing is found by it then
+    except Exception:  # a function may reject its arguments with any error; then it is skipped
         return None
 
 
 def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], contextlib.ExitStack]:
-    """Returns the model, the batches of the steps, and the context in which operations are computed."""
+    """Returns the model, the batches of the steps, and the context in which the operations run."""
     import keras
 
     from kerasdp.data.sources import ArraySource
@@ -367,7 +371,7 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
     model, (x, y, sample_weight) = made(runner, job)
     if own_steps(model):
         raise UserError(
-            f"bisect: expected a model that trains by its loss. Received: {model.name}, with its own train_step"
+            f"bisect: expected a model without a custom train_step. Received: {model.name}; remove its train_step"
         )
     source = x if hasattr(x, "targets") else ArraySource(x, y, sample_weight)
     rows = np.arange(job.steps * job.batch_size).reshape(job.steps, -1) % source.num_samples

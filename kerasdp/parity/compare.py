@@ -1,4 +1,4 @@
-"""Trains one model on many backends and device counts, compares them step by step, and draws the comparison."""
+"""Trains a model on several backends and device counts, compares the trainings step by step, and draws a figure."""
 
 import dataclasses
 import functools
@@ -20,16 +20,16 @@ _DASHES = ("-", "--", ":", "-.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a training on one backend and number of devices. `str` says it in words.
+    """The result of a training on one backend and number of devices. `str` describes it.
 
     Args:
         way: backend, number of devices and precision.
         reference: the way that it is compared with.
-        losses: the loss of each step, shape `(steps,)`.
+        losses: loss of each step, shape `(steps,)`.
         differences: relative difference of each loss from the loss of the reference, shape `(steps,)`.
         divergence: where the training first diverges from the reference; None if it does not.
-        round_off: the largest relative difference of a loss in float64, if the training diverges in float32, but not in
-            float64: then only round-off has grown, and nothing is wrong. None in all other cases.
+        round_off: set if the training diverges in float32, but not in float64: the largest relative difference of a
+            loss in float64. Then only round-off has grown, and there is no bug. None in all other cases.
         error: why the model could not be trained; empty if it could.
         seconds: seconds from the start of the process to its end.
 
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Returns whether the model was trained, and agrees with the reference."""
+        """Returns whether the model was trained and agrees with the reference."""
         return not self.error and (self.divergence is None or self.round_off is not None)
 
     def __str__(self) -> str:
@@ -82,13 +82,13 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The comparison of one model that was trained in many ways. `compare` returns it.
+    """The comparison of one model that was trained in several ways. `compare` returns it.
 
     Args:
         outcomes: an `Outcome` for each way. The first one is the reference.
-        tolerance: how far the losses may be apart.
-        plain: by backend, the losses of `keras.Model.fit` on one device without kerasdp; empty unless `compare` was
-            called with `with_plain=True`.
+        tolerance: largest allowed difference of the losses.
+        plain: losses of `keras.Model.fit` on one device without kerasdp, by backend. Empty unless `compare` was called
+            with `with_plain=True`.
 
     Example:
         ```python
@@ -120,8 +120,10 @@ class Comparison:
         return all(outcome.passed for outcome in self.outcomes)
 
     def table(self) -> str:
-        """Returns a table as text. A row has a way, the largest relative difference of a loss from the loss of the
-        reference, the first divergent step, and the seconds of the process.
+        """Returns a table as text, with one row per training.
+
+        The columns are the way, the largest relative difference of a loss from the reference, the first divergent step,
+        and the seconds of the process.
         """
         rows = [["trained on", "max difference", "first divergent step", "seconds"]]
         for outcome in self.outcomes:
@@ -138,8 +140,8 @@ class Comparison:
     def draw(self, path: str, title: str = "One model, trained many ways") -> None:
         """Draws the losses of all steps, and below them their relative differences and the tolerance.
 
-        The differences are relative to the losses of the reference. The losses of plain Keras come first, if there are
-        any.
+        The differences are relative to the losses of the reference. Losses of plain Keras, if any, are drawn at the
+        top.
 
         Args:
             path: path of the PNG file.
@@ -191,22 +193,22 @@ def compare(
 ) -> Comparison:
     """Trains a model on each backend and number of devices, and compares each training with the first.
 
-    Each training runs in a process of its own. Initial weights and the samples of each step must be equal bit for bit.
-    Losses, gradient norms, metrics and final weights must be equal up to round-off. If two trainings diverge, both run
-    again to find the layer. They also run in float64, to tell a mistake from round-off that has grown, unless the first
-    forward pass differs by more than ten tolerances.
+    Each training runs in a new process. Initial weights and the samples of each step must be bitwise equal. Losses,
+    gradient norms, metrics and final weights must be equal up to round-off. If two trainings diverge, both run again to
+    find the layer. They also run in float64, to distinguish a bug from round-off that has grown. That run is left out
+    if the first forward pass differs by more than ten tolerances.
 
     Args:
         build_model: a function without arguments that returns a compiled Keras model. Each process calls it.
         data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
-        backends: names of backends. None: all that are installed.
+        backends: names of backends. None: all installed ones.
         device_counts: numbers of devices. They are virtual CPU devices, unless `device` says otherwise.
-        precision: `"float32"`, or `"float64"`, in which round-off is far smaller than mistakes.
-        tolerance: how far the losses may be apart. None: it fits the precision and the optimizer.
-        report: a function that is called with each `Outcome`, as soon as there is one.
+        precision: `"float32"`, or `"float64"`, in which round-off is far smaller than bugs.
+        tolerance: largest allowed difference of the losses. None: it depends on the precision and the optimizer.
+        report: a function that is called with each `Outcome` as soon as it is known.
         with_plain: True: also trains with `keras.Model.fit` on each backend, without kerasdp, for the figure.
         **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`,
-            `compile` (of torch).
+            `compile` (torch only).
 
     Returns:
         A `Comparison`. With `batch_norm="replica"`, each way is compared with the first backend on as many devices.
@@ -236,7 +238,7 @@ def compare(
     names = tuple(backends) if backends is not None else tuple(name for name in BACKENDS if is_installed(name))
     ways = [Way(backend=name, num_devices=count, precision=precision) for name in names for count in device_counts]
     if not ways:
-        raise UserError("parity: expected at least one backend and device count. Received: none")
+        raise UserError("parity: expected at least one backend and one device count. Received: none")
     references: dict[int, Reference] = {}
     outcomes = []
 
@@ -254,13 +256,13 @@ def compare(
             plain[name] = plain_losses(job, name)
         except RunError as error:
             reason = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
-            warn(f"Keras' own fit on {name} fails, and has no curve: {reason[-1]}")
+            warn(f"keras.Model.fit on {name} without kerasdp fails, so it has no curve: {reason[-1]}")
     return Comparison(outcomes=outcomes, tolerance=tolerance, plain=plain)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The training that others are compared with. Each of its attributes is computed once, when it is first read.
+    """The training that other trainings are compared with. Attributes are computed when first read, and cached.
 
     Args:
         job: what to train.
@@ -296,7 +298,7 @@ class Reference:
 
     @functools.cached_property
     def first_step(self) -> Trace:
-        """Returns the trace of the first step, in detail."""
+        """Returns the detailed trace of the first step."""
         return trace(self.job, self.way, is_detailed=True)
 
     @functools.cached_property
@@ -306,7 +308,7 @@ class Reference:
 
     @property
     def tolerance(self) -> Tolerance:
-        """Returns the tolerance that fits the precision and the optimizer."""
+        """Returns the tolerance for the precision and the optimizer."""
         return tolerance_for(self.way.precision, self.trace.optimizer)
 
 
@@ -316,7 +318,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
     Args:
         way: backend, number of devices and precision.
         reference: the training to compare with. It runs first, if it has not run yet.
-        tolerance: how far the losses may be apart.
+        tolerance: largest allowed difference of the losses.
 
     Returns:
         An `Outcome`. If the training fails, its `error` says why.
@@ -355,7 +357,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
             first = trace(reference.job, way, is_detailed=True)
             layer, is_certain = locate(reference.first_step, first, tolerance)
             if not layer:
-                layer = "in step 0 no output and no gradient stands out: an update differs, or round-off has grown"
+                layer = "in step 0 all outputs and gradients agree: an update differs, or round-off has grown"
             elif divergence.step != 0:
                 layer = f"in step 0 already {layer}"
             divergence = dataclasses.replace(divergence, layer=layer)
@@ -377,7 +379,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
 
 
 def _difference_in_float64(way: Way, reference: Reference) -> float | None:
-    """Returns the largest difference of a loss in float64; None if the two diverge there, too."""
+    """Returns the largest difference of a loss in float64; None if the trainings diverge in float64, too."""
     exact = reference.in_float64
     received = trace(reference.job, dataclasses.replace(way, precision="float64"))
     if first_divergence(exact.trace, received, exact.tolerance) is not None:

@@ -1,4 +1,4 @@
-"""Says whether two trainings are the same up to round-off, and where they first diverge."""
+"""Checks whether two trainings are equal up to round-off, and finds where they first diverge."""
 
 import dataclasses
 import math
@@ -15,23 +15,23 @@ _ROUND_OFF = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # A third of float32's round-off: TensorFlow (2.21) keeps some constants in float32 even in float64, those of GELU and
 # leaky ReLU (4e-9 off), and resizes images in it. Without these, 40 steps of a model agree to 1e-15.
 _FLOAT64_START = 2e-8
-# Single numbers within a step are further apart than their mean, the loss.
+# Single values within a step differ more than their mean, the loss.
 _SINGLE_NUMBERS = 30.0
-# Beyond it no round-off of a deep model goes: in EfficientNetB0's first pass an output differs by 1.03 tolerances.
+# No deep model's round-off is larger: in the first pass of EfficientNetB0, an output differs by 1.03 tolerances.
 _BEYOND_ROUND_OFF = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two trainings may be apart, as a relative difference that grows with the steps.
+    """The largest allowed relative difference of two trainings. It grows with the steps.
 
     Args:
-        start: tolerance of the loss of the first step: a few round-offs, since each backend adds numbers in another
+        start: tolerance of the loss of the first step: a few round-offs, because each backend adds values in another
             order.
         growth: factor by which the tolerance grows with each step.
         limit: largest tolerance of a loss, after any number of steps.
-        kinks: smallest tolerance of a gradient. If an activation is within round-off of zero, one training may pass it
-            through a ReLU and the other may not; that changes the gradient at once.
+        kinks: smallest tolerance of a gradient. An activation within round-off of zero may pass through a ReLU in one
+            training, and not in the other. That changes the gradient at once.
 
     Example:
         ```python
@@ -50,11 +50,11 @@ class Tolerance:
     kinks: float
 
     def after(self, step: int) -> float:
-        """Returns the tolerance of the loss of a step, counted from 0."""
+        """Returns the tolerance of the loss of a step. Steps count from 0."""
         return min(self.limit, self.start * self.growth**step)
 
     def of_outputs(self, step: int) -> float:
-        """Returns the tolerance of the output of a layer in a step, counted from 0."""
+        """Returns the tolerance of a layer's output in a step. Steps count from 0."""
         return _SINGLE_NUMBERS * self.after(step)
 
     def of_gradients(self, step: int) -> float:
@@ -63,15 +63,16 @@ class Tolerance:
 
 
 def tolerance_for(precision: str, optimizer: str) -> Tolerance:
-    """Returns the tolerance that fits precision and optimizer.
+    """Returns the tolerance for a precision and an optimizer.
 
-    It starts at ten round-offs; in float32 that is 1.2e-6. With SGD differences grow by about 12% a step: 1e-4 after 40
-    steps. Optimizers of Adam's kind divide each gradient by its own size, so that where it is tiny its round-off counts
-    as much as all else: 23% a step, 1e-5 after 10 steps and 5e-3, the limit, after 40. In float64 it is 2e-8 to 1e-6.
+    It starts at ten round-offs; in float32 that is 1.2e-6. With SGD, differences grow by about 12% per step: 1e-4 after
+    40 steps. Optimizers such as Adam divide each gradient by its size, so the round-off of tiny gradients counts as
+    much as large gradients. Their differences grow by 23% per step: 1e-5 after 10 steps and 5e-3, the limit, after 40.
+    In float64 the tolerance grows from 2e-8 to 1e-6.
 
     Args:
-        precision: of the arithmetic.
-        optimizer: the name of a Keras optimizer's class.
+        precision: precision of the arithmetic.
+        optimizer: class name of a Keras optimizer.
     """
     growth = 1.12 if optimizer == "SGD" else 1.23
     if precision == "float64":
@@ -82,16 +83,16 @@ def tolerance_for(precision: str, optimizer: str) -> Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The place where two trainings first diverge. An `Outcome` holds it; `str` says it in words.
+    """The place where two trainings first diverge. An `Outcome` has it; `str` describes it.
 
     Args:
         what: `"initial weights"`, `"samples"`, `"loss"`, `"gradient"`, `"metrics"` or `"final weights"`.
-        expected: the value in the reference, as text.
-        received: the value in the other training, as text.
-        step: counted from 0; None: before the first step, or after the last one.
+        expected: value in the reference, as text.
+        received: value in the other training, as text.
+        step: number of the step, from 0; None: before the first step, or after the last one.
         where: name of the variable, the row or the metric.
-        difference: relative difference; NaN if the values are no numbers.
-        layer: the layer or weight where the difference first shows, in words; empty if it was not searched for.
+        difference: relative difference; NaN if the values are not numbers.
+        layer: a text that names the layer or weight where the difference first shows; empty if it was not searched for.
 
     Example:
         ```python
@@ -131,9 +132,9 @@ class Divergence:
 
 
 def difference(expected: np.ndarray, received: np.ndarray) -> float:
-    """Returns the largest difference of two arrays, relative to their largest number.
+    """Returns the largest difference of two arrays, relative to their largest absolute value.
 
-    Infinite if the shapes differ, or a number is NaN.
+    It is infinite if the shapes differ, or a value is NaN.
     """
     expected, received = np.asarray(expected), np.asarray(received)
     if expected.shape != received.shape:
@@ -150,13 +151,13 @@ def difference(expected: np.ndarray, received: np.ndarray) -> float:
 def first_divergence(expected: Trace, received: Trace, tolerance: Tolerance) -> Divergence | None:
     """Returns where two trainings first diverge, in the order of time; None if they agree up to round-off.
 
-    Initial weights and the indices of the samples must be equal bit for bit.
+    Initial weights and the indices of the samples must be bitwise equal.
     """
     return next(_divergences(expected, received, tolerance), None)
 
 
 def _divergences(expected: Trace, received: Trace, tolerance: Tolerance) -> Iterator[Divergence]:
-    """Yields the first one; what comes after it is not to be asked for."""
+    """Yields divergences in the order of time. Only the first one is meaningful, because it causes later ones."""
     yield from _initial_weights(expected, received)
     num_steps, others = len(expected.losses), len(received.losses)
     for step in range(min(num_steps, others)):
@@ -210,8 +211,8 @@ def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> I
             way += float(np.square(value.astype(float) - expected.initial[name]).sum())
         elif not np.array_equal(value, other):
             yield _of_weights("final weights", name, value, other)
-    # Relative to the distance that all weights went. Alone, one that the loss does not depend on (a bias before a batch
-    # norm) is nothing but round-off.
+    # Relative to the distance that all weights moved. A weight that the loss does not depend on, such as a bias before
+    # a batch norm, moves only by round-off.
     apart, way = math.sqrt(sum(squares.values())), math.sqrt(way)
     if apart > allowed * way:
         name = max(squares, key=lambda each: squares[each])
@@ -224,16 +225,16 @@ def _of_weights(what: str, where: str, value: np.ndarray, other: np.ndarray, apa
 
 
 def locate(expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:
-    """Finds the layer or weight where two trainings differ first in their first step, which is detailed.
+    """Finds the layer or weight where two trainings first differ in their first step.
 
     Args:
-        expected: of the reference.
-        received: of the other.
-        tolerance: of outputs and gradients.
+        expected: detailed trace of the reference.
+        received: detailed trace of the other training.
+        tolerance: tolerance of outputs and gradients.
 
     Returns:
-        It in words, empty if they agree in this step; and whether it is in the forward pass and too large for the
-        round-off of any model: a fault for certain.
+        A tuple. First a text that names the layer or weight, empty if the trainings agree in this step. Then whether
+        the difference is certainly a bug: it is in the forward pass, and larger than the round-off of any model.
     """
     largest = ("no layer", 0.0)
     for name, output in expected.outputs.items():
@@ -247,10 +248,10 @@ def locate(expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str,
     apart = difference(expected.losses[0], received.losses[0])
     if apart > tolerance.after(0):
         return (
-            f"{agreed}, but not the loss that is made of them: its weights, or its mean over samples or replicas",
+            f"{agreed}, but the loss differs: check its weights, and its mean over samples or replicas",
             apart > _BEYOND_ROUND_OFF * tolerance.after(0),
         )
-    # A gradient that is nothing but round-off, as that of a bias before a batch norm, proves nothing.
+    # A gradient that is only round-off proves nothing. An example is the gradient of a bias before a batch norm.
     scale = max((np.abs(gradient).max() for gradient in expected.gradients.values() if gradient.size), default=1.0)
     allowed = tolerance.of_gradients(0)
     for name, gradient in reversed(expected.gradients.items()):
@@ -258,8 +259,8 @@ def locate(expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str,
         apart = difference(gradient, other)
         if apart == math.inf or (apart > allowed and np.abs(gradient - other).max() > 1e-3 * allowed * scale):
             return (
-                f"{agreed}, and the loss; backwards, the gradient of {name} differs first, by {apart:.1e}: how it is "
-                "computed, or reduced over the replicas",
+                f"{agreed}, and the loss; backwards, the gradient of {name} differs first, by {apart:.1e}: check its "
+                "computation, and its reduction over the replicas",
                 False,
             )
     return "", False

@@ -1,4 +1,4 @@
-"""Trains a model on one backend and device count, in a process of its own, and records each step."""
+"""Trains a model on one backend and device count in a new process, and records each step."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ class Way:
 
     Args:
         backend: `"torch"`, `"jax"` or `"tensorflow"`.
-        num_devices: number of replicas, one for each device.
+        num_devices: number of replicas, one per device.
         precision: precision of the arithmetic: `"float32"`, `"float64"`, `"bfloat16"` or `"float16"`.
 
     Example:
@@ -44,12 +44,12 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training that can run in many ways: the model, the data and the choices that stay the same.
+    """A training that can run in several ways: the model, the data and the options that stay the same.
 
     Args:
         build_model: a function without arguments that returns a compiled Keras model. Each worker calls it.
         data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
-        steps: number of updates. The training passes over the data as often as needed.
+        steps: number of updates. The training repeats the data as often as needed.
         batch_size: samples of a global batch.
         seed: seed of initial weights, sample order and random layers.
         batch_norm: `"sync"`: statistics over the global batch. `"replica"`: over the shard of each replica.
@@ -90,19 +90,20 @@ class Job:
 
 @dataclasses.dataclass(kw_only=True)
 class Trace:
-    """What was recorded of one training.
+    """The record of one training.
 
     Args:
-        initial: each variable of the new model by path, seeds of random layers included.
-        final: each weight after the last step.
-        losses: of each step, over the global batch.
-        gradient_norms: of each step, over all trainable weights.
+        initial: values of the new model's variables by path, with the seeds of random layers.
+        final: values of the variables after the last step, by path.
+        losses: loss of each step, over the global batch.
+        gradient_norms: norm of the gradient of each step, over all trainable weights.
         samples: indices in the data set of the rows of each step.
-        metrics: loss and metrics over all steps, and (`evaluate_*`) after the last, over at most as many batches.
-        optimizer: the name of its class.
-        outputs: in detail, of one step: what each layer gave.
-        gradients: likewise: of each trainable weight, by path.
-        seconds: from the start of the process to its end.
+        metrics: loss and metrics over all steps. With the prefix `evaluate_`: of an evaluation after the last step,
+            over at most as many batches.
+        optimizer: class name of the optimizer.
+        outputs: output of each layer, if the trace is detailed.
+        gradients: gradient of each trainable weight by path, if the trace is detailed.
+        seconds: seconds from the start of the process to its end.
     """
 
     initial: dict[str, np.ndarray]
@@ -118,15 +119,15 @@ class Trace:
 
 
 def trace(job: Job, way: Way, *, is_detailed: bool = False) -> Trace:
-    """Trains in a new process.
+    """Trains in a new process, and returns the record of the training.
 
     Args:
         job: what to train.
-        way: backend, devices, precision.
-        is_detailed: whether one step is trained, whose layers and gradients are kept whole.
+        way: backend, number of devices and precision.
+        is_detailed: True: trains one step, and records all outputs and gradients.
 
     Raises:
-        UserError: if the model cannot be sent to a process, or cannot be trained so.
+        UserError: if the model cannot be sent to a process, or cannot be trained this way.
         RunError: if the training failed.
     """
     start = time.perf_counter()
@@ -137,19 +138,25 @@ def trace(job: Job, way: Way, *, is_detailed: bool = False) -> Trace:
 
 
 def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(runner, job, *args)`, of a module, in a run of a way in a new process; returns what it returns.
+    """Calls `function(runner, job, *args)` in a run in a new process; returns its result.
+
+    Args:
+        job: the job.
+        way: backend, number of devices and precision of the run.
+        function: a function of a module.
+        *args: further arguments.
 
     Raises:
-        UserError: if the model cannot be sent to a process, or cannot be trained so.
+        UserError: if the model cannot be sent to a process, or cannot be trained this way.
         RunError: if the run failed.
     """
     return _in_new_process(f"{way}:", _launch, job, {"KERAS_BACKEND": way.backend}, way, function, *args)
 
 
 def _in_new_process(title: str, function: Callable[..., Any], job: Job, variables: dict[str, str], *args: Any) -> Any:
-    """Calls `function(job, *args)` in a new process, which has these variables in its environment.
+    """Calls `function(job, *args)` in a new process with additional environment variables.
 
-    It reads KERAS_BACKEND when it imports the user's module, which may import Keras at its top.
+    KERAS_BACKEND must be set before the process imports the user's module, which may import Keras at its top.
     """
     with contextlib.ExitStack() as stack:
         build_model = stack.enter_context(sent(job.build_model))
@@ -159,10 +166,10 @@ def _in_new_process(title: str, function: Callable[..., Any], job: Job, variable
 
 
 def plain_losses(job: Job, backend: str) -> np.ndarray:
-    """Returns the losses of Keras' own `fit` on a backend, on one device, in a new process, without kerasdp.
+    """Returns the losses of `keras.Model.fit` without kerasdp, on one device of a backend, in a new process.
 
     Raises:
-        RunError: if Keras cannot train the model so.
+        RunError: if Keras cannot train the model this way.
     """
     on_cpu = {"KERAS_TORCH_DEVICE": "cpu", "JAX_PLATFORMS": "cpu"} if job.device == "cpu" else {}
     found: np.ndarray = _in_new_process("Keras:", _fit_plainly, job, {"KERAS_BACKEND": backend} | on_cpu)
@@ -200,7 +207,7 @@ def _launch(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
 
 
 def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
-    """Runs in every worker of one way."""
+    """Trains and records the training, in every worker of a run."""
     import keras
 
     from kerasdp.run_state import Detail
@@ -255,7 +262,7 @@ def made(runner: Any, job: Job) -> tuple[Any, tuple[Any, Any, Any]]:
 
 
 def values_of(variables: list[Any]) -> dict[str, np.ndarray]:
-    """Returns the values of variables by their paths, in their order."""
+    """Returns the values of variables by their paths, in order."""
     import keras
 
     values: dict[str, np.ndarray] = {}

@@ -1,1 +1,1 @@
-"""Manages the devices, processes, signals and restarts of a run."""
+"""Chooses the devices of a run, starts its worker processes, and handles signals, failures and restarts."""

@@ -26,10 +26,11 @@ class Devices:
     """The devices of a run.
 
     Args:
-        kind: `"gpu"`, `"tpu"` or `"cpu"`; with jax also what a plug-in calls its devices.
-        count: number of devices over all machines, one replica each. CPU devices are virtual: parts of one machine.
-        reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for others.
-        cluster: which of the processes this is that were started for the run; None: the only one.
+        kind: `"gpu"`, `"tpu"` or `"cpu"`. With jax also the platform name of a plug-in.
+        count: number of devices over all machines. Each device has one replica. CPU devices are virtual: they share one
+            machine.
+        reason: why the devices are CPU devices: `"no GPU found"` or `"as asked"`. Empty for GPUs and TPUs.
+        cluster: the place of this process among the processes of the run. None: there is only this process.
     """
 
     kind: str
@@ -39,7 +40,7 @@ class Devices:
 
     @property
     def is_accelerator(self) -> bool:
-        """Returns whether the devices have memory and arithmetic of their own, as GPUs and TPUs."""
+        """Returns whether the devices are GPUs, TPUs or other accelerators, which have separate memory."""
         return self.kind != "cpu"
 
     def __str__(self) -> str:
@@ -51,22 +52,22 @@ class Devices:
 
 
 class AlreadyStartedError(Exception):
-    """This process has started a framework otherwise than a run asks for, which only a new process can change."""
+    """This process has already started a framework with other settings. Only a new process can change them."""
 
 
 def is_installed(package: str) -> bool:
-    """Returns whether a package, as the framework of a backend, can be imported; nothing is imported to find out."""
+    """Returns whether a package, such as a backend's framework, can be imported. Imports nothing."""
     return importlib.util.find_spec(package) is not None
 
 
 def choose_backend(name: str | None) -> str:
-    """Returns the backend to use: `name`, else that of a Keras that is already imported, else what Keras would take.
+    """Returns the backend of the run, without importing Keras.
 
-    Which is $KERAS_BACKEND, else keras.json. With none of these: the first installed. Keras is not imported to find
-    out.
+    The first of these that exists: `name`, the backend of a Keras that is already imported, $KERAS_BACKEND, the backend
+    in keras.json, the first installed backend.
 
     Raises:
-        UserError: if it is unknown or not installed; the text holds the command that installs it.
+        UserError: if the backend is unknown or not installed. The message contains the command that installs it.
     """
     have = [backend for backend in BACKENDS if is_installed(backend)]
     choices = {
@@ -92,10 +93,10 @@ def choose_backend(name: str | None) -> str:
 
 
 def set_backend(name: str) -> None:
-    """Makes Keras use the backend, in this process and in those that it starts.
+    """Selects the Keras backend for this process and for the processes that it starts.
 
     Raises:
-        AlreadyStartedError: if Keras has been imported with another one, which nothing can change any more.
+        AlreadyStartedError: if Keras is already imported with another backend, which cannot be changed.
     """
     os.environ["KERAS_BACKEND"] = name
     # Warnings and errors of TensorFlow only.
@@ -114,10 +115,10 @@ def _keras_json() -> str:
 
 
 def _backend_of_file() -> str | None:
-    """Returns the backend in keras.json, None where nobody has chosen it.
+    """Returns the backend in keras.json; None if no user chose it.
 
-    Keras (3.15) writes the file when it is first imported, whatever the backend then is, with all its defaults. As a
-    choice that would be another backend for the second run than for the first, and maybe one that is not installed.
+    Keras (3.15) writes this file at its first import, with the current backend and all defaults. Such a file is
+    ignored: otherwise the second run might use another backend than the first, perhaps one that is not installed.
     """
     try:
         with open(_keras_json()) as file:
@@ -132,18 +133,18 @@ def _backend_of_file() -> str | None:
 def choose_devices(
     config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None, *, is_rank: bool = False
 ) -> Devices:
-    """Returns the devices to use.
+    """Returns the devices of the run.
 
     Args:
-        config: `num_devices` and `device` are read.
-        num_found: GPUs, or other accelerators, that the backend sees, and that are this process's.
-        kind: what they are, as in `Devices`.
-        cluster: of this process, among others.
-        is_rank: whether each of these has one device.
+        config: the function reads `backend`, `num_devices`, `device` and what the number of replicas depends on.
+        num_found: number of GPUs, or other accelerators, that the backend sees and this process may use.
+        kind: kind of these accelerators, as in `Devices`.
+        cluster: the place of this process among the processes of the run. None: there is only this process.
+        is_rank: True: each process has one device.
 
     Raises:
-        UserError: if NVIDIA's driver has some, and the backend sees none; if there are some but fewer than asked for,
-            or none though they were asked for.
+        UserError: if NVIDIA's driver has GPUs and the backend sees no GPU; if there are fewer accelerators than
+            `num_devices`; if `device` asks for accelerators and there are none; if the replicas cannot share a batch.
     """
     may_have_gpus = config.backend is not None and config.device in ("auto", "gpu")
     if num_found == 0 and may_have_gpus and (why := hardware.why_unseen(str(config.backend))):
@@ -171,11 +172,11 @@ def choose_devices(
 
 
 def cache_folder(name: str) -> str | None:
-    """Returns a folder of this user alone for what a backend compiles; None if there can be none.
+    """Returns a private folder for what a backend compiles; None if there is no safe place.
 
-    What lies there is run: another user has not made it, and cannot write there. One for each kind of CPU: home folders
-    are shared by machines, and programs for one may not run on another. Nothing is deleted there, as JAX and torch
-    delete nothing in caches of their own.
+    The compiled programs in it are executed. So only this user may own the folder, and only this user can write to it.
+    Each kind of CPU has a folder: machines may share a home folder, and a program for one CPU may not run on another.
+    Nothing is deleted there. JAX and torch do not delete files in their caches either.
     """
     try:
         with open("/proc/cpuinfo") as file:
@@ -187,7 +188,7 @@ def cache_folder(name: str) -> str | None:
     try:
         os.makedirs(folder, exist_ok=True)
         if {os.stat(place).st_uid for place in (home, os.path.dirname(folder), folder)} - {0, os.getuid()}:
-            return None  # where HOME is that of another user, or of all
+            return None  # HOME belongs to another user, or to everybody
         os.chmod(folder, 0o700)
     except OSError:
         return None

@@ -1,9 +1,10 @@
-"""Says in a line what went wrong, on a device too, and which line of a user's code it is about."""
+"""Turns errors, of devices too, into one-line messages, and finds the line of user code behind them."""
 
 import inspect
 import os
 import re
 import sysconfig
+import textwrap
 import traceback
 
 from kerasdp.errors import DeviceError, RunError, UserError, WorkerError
@@ -13,20 +14,21 @@ _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib
 
 
 def is_of_user(path: str) -> bool:
-    """Returns whether a file is no package's, nor of the standard library, nor made by a compiler."""
+    """Returns whether a file is user code: not of a package, the standard library or a compiler's cache."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", _KIT)
     return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text; its class, where it has none."""
+    """Returns the first line of an error's text; the name of its class if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def in_a_line(error: BaseException, num_places: int) -> str:
-    """Returns an error in a line, with so many lines of the user, the innermost first."""
+    """Returns an error as one line, with up to `num_places` lines of user code from its traceback, innermost first."""
     # Keras (3.15) writes the arguments after the message.
-    text = " ".join(_BOLD.sub("", str(error)).partition("Arguments received")[0].split())[:400]
+    text = " ".join(_BOLD.sub("", str(error)).partition("Arguments received")[0].split())
+    text = textwrap.shorten(text, 400, placeholder=" ...")
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     places = [
         f"{os.path.basename(frame.f_code.co_filename)}:{line}"
@@ -37,7 +39,7 @@ def in_a_line(error: BaseException, num_places: int) -> str:
 
 
 def calling_line() -> str:
-    """Returns the line that called the kit; empty if there is none."""
+    """Returns the line of user code that called kerasdp, as `file.py:12`; empty if there is none."""
     for frame, line in traceback.walk_stack(inspect.currentframe()):
         if is_of_user(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
@@ -46,16 +48,16 @@ def calling_line() -> str:
 
 # Frameworks end in long texts, of which people need a sentence.
 _MEMORY = (
-    "a device has too little memory ({line}); these train the same: --accumulate=2 (or more), --remat=blocks, and with "
-    "several devices of torch or jax --shard=weights; else use a smaller --batch_size, or --precision=bfloat16. Other "
-    "programs may hold memory: nvidia-smi shows them"
+    "a device has too little memory ({line}); options with the same results: --accumulate=2 (or more), --remat=blocks, "
+    "or on several devices of torch or jax --shard=weights; else use a smaller --batch_size, or --precision=bfloat16; "
+    "nvidia-smi lists other programs that use the memory"
 )
 _SHARED_MEMORY = "NCCL has too little shared memory ({line}): give the container more, as docker run --shm-size=1g"
 _GPU = (
-    "a GPU has failed, or NCCL ({line}); nvidia-smi shows what else uses it, and CUDA_LAUNCH_BLOCKING=1 and "
-    "NCCL_DEBUG=WARN in the environment, or --device=cpu, where it fails"
+    "a GPU or NCCL failed ({line}); nvidia-smi lists other programs on the GPU; to find the failing line, set "
+    "CUDA_LAUNCH_BLOCKING=1 and NCCL_DEBUG=WARN in the environment, or run with --device=cpu"
 )
-_DETERMINISTIC = "--deterministic: {line}; do without that operation, or leave --deterministic out"
+_DETERMINISTIC = "--deterministic: {line}; remove that operation, or leave out --deterministic"
 
 # Texts of torch 2.13, jax 0.10 and TensorFlow 2.21, the special ones first.
 _KNOWN = (
@@ -69,17 +71,17 @@ _FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow"}
 
 
 def lost_process(error: BaseException) -> WorkerError | None:
-    """Returns, of an error of Gloo, the line that another process has gone; None: it is another error."""
+    """Returns a `WorkerError` if an error of Gloo means that another process has ended; None for other errors."""
     found = re.search(r"gloo/\S+:\d+\] (.*?)(?:\. |$)", str(error), re.MULTILINE)
     if found is None:
         return None
-    return WorkerError(f"another process of the run has gone ({found[1]}); its own output says why")
+    return WorkerError(f"another process of the run has ended ({found[1]}); its output shows the reason")
 
 
 def explained(error: Exception) -> RunError | None:
-    """Returns an error of a device as a line; None where a framework has raised it for another reason, or none has.
+    """Returns a one-line error for a known failure of a device or a framework; None for all other errors.
 
-    An operation that has no deterministic algorithm is a mistake of the user, who asked for one.
+    An operation without a deterministic algorithm becomes a `UserError`, because the user asked for determinism.
     """
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     text = _BOLD.sub("", str(error))

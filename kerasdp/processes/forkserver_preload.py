@@ -1,7 +1,8 @@
-"""Imported by the server that workers are forked from, before all else.
+"""Prepares the server process that worker processes are forked from. The server imports this module first.
 
-It ends with the program that has started it, also while it imports a framework. Signals to a group of processes would
-end it, and its workers with it: it blocks them, and what is forked from it gets them, also one of the moment before.
+The server ends with the program that started it, even while it imports a framework. A signal to the process group would
+end the server and its workers. So the server blocks SIGTERM and SIGUSR1, and each forked worker unblocks them. A signal
+that arrived just before the fork then still reaches the worker.
 """
 
 import os

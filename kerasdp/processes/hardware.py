@@ -1,4 +1,4 @@
-"""What this machine gives a run: GPUs, by their driver, and memory, by its C library."""
+"""Counts NVIDIA GPUs through their driver, and sets how the C library of Linux returns freed memory."""
 
 import contextlib
 import ctypes
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 _CURES = {
     "torch": "pip uninstall torch, then pip install 'kerasdp[torch]', which on Linux brings CUDA",
     "jax": "pip install 'kerasdp[jax-cuda]'",
-    "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
+    "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in a separate environment",
 }
 
 
 def num_gpus() -> int:
-    """Returns how many GPUs of NVIDIA's driver this process may see; 0 also where there is no driver.
+    """Returns how many NVIDIA GPUs this process may use; 0 if there is no driver.
 
-    The driver reads CUDA_VISIBLE_DEVICES, and numbers the GPUs as jax does. It makes no context, so no memory of a GPU
-    is taken.
+    The driver reads CUDA_VISIBLE_DEVICES, and numbers the GPUs as jax does. The function makes no CUDA context, so it
+    uses no GPU memory.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -29,7 +29,7 @@ def num_gpus() -> int:
 
 
 def why_unseen(backend: str) -> str:
-    """Says what to do where NVIDIA's driver has GPUs, of which a backend sees none; empty where it has none."""
+    """Returns advice if NVIDIA's driver has GPUs and the backend sees none; empty if there are no GPUs."""
     count = num_gpus()
     if not count:
         return ""
@@ -44,21 +44,22 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536, _ARENA_MAX: 0}
 _OF_BACKEND = {
     "torch": {_TRIM_THRESHOLD: -1, _MMAP_MAX: 0, _ARENA_MAX: 1},
-    # Its largest blocks, above 32 MiB, still go back: kept, they would not fit into what others have left of them, and
-    # a GPT with 16,000 tokens would take 2.7 times the memory, for 0.7 of the time.
+    # Blocks above 32 MiB still go back to the system. If the heap kept them, it would fragment: a GPT with a vocabulary
+    # of 16,000 would need 2.7 times the memory, for 0.7 of the time.
     "jax": {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 1 << 25, _ARENA_MAX: 1},
-    # Its threads would wait for each other, if they shared.
+    # No single arena: TensorFlow's threads would wait for each other.
     "tensorflow": {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 1 << 25},
 }
 
 
 def keep_memory(backend: str) -> bool:
-    """Lets memory that is freed stay with this process for the next step; returns whether it does.
+    """Makes the C library keep freed memory for the next step; returns whether it does.
 
-    A compiled step frees all that it has computed. glibc (2.36) gives most of it back to the system, and the next step
-    waits for each page again: of a small GPT on torch for 8,000, a quarter of its time; of a small ViT on TensorFlow
-    (2.21) for 8,000, of which 3,000 are left, an eighth. From here on the heap keeps it, and threads that begin later
-    share it. Not where the environment tells glibc what to do, or with another C library.
+    A compiled step frees all its results. glibc (2.36) returns most of that memory to the system, and the next step
+    waits for page faults. A step of a small GPT on torch has 8,000 page faults, a quarter of its time. A step of a
+    small ViT on TensorFlow (2.21) also has 8,000, an eighth of its time; with this function it has 3,000. After this
+    call the heap keeps freed memory, and threads that start later share it. The function changes nothing, and returns
+    False, if the environment already configures glibc, or with another C library.
     """
     is_told = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ)
     # XLA compiles for a GPU in a thread per core, and in one arena these wait for each other, as TensorFlow's do: two
@@ -70,7 +71,7 @@ def keep_memory(backend: str) -> bool:
 
 @contextlib.contextmanager
 def kept_memory(backend: str) -> Iterator[None]:
-    """Returns the context of `keep_memory`; afterwards what is free goes back to the system."""
+    """Applies `keep_memory` in a context; on exit, restores the defaults and returns free memory to the system."""
     is_kept = keep_memory(backend)
     try:
         yield
@@ -86,11 +87,11 @@ def _set(values: dict[int, int]) -> bool:
 
 
 def give_memory_back() -> None:
-    """Gives what is free back to the system."""
+    """Returns the free memory of this process to the system."""
     if (trim := _of_c_library("malloc_trim")) is not None:
         trim(0)
 
 
 def _of_c_library(name: str) -> Callable[..., int] | None:
-    """Returns a function of the C library; None where that is not Linux's, or has none of that name."""
+    """Returns a function of the C library by name; None if it is missing, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

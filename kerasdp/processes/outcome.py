@@ -1,6 +1,6 @@
-"""How each process of a run ended: one file a process, written last and at once, for the process that started it.
+"""Records how each worker process ended, in one file per process, for the process that started it.
 
-A process that is killed leaves none.
+The file is written last and atomically. A process that is killed leaves no file.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from kerasdp.errors import RunError, WorkerError
 
 
 class Place(NamedTuple):
-    """Where a worker process leaves its files.
+    """The folder where a worker process writes its files, and its number.
 
     Attributes:
-        folder: of its run, which only this user can enter.
-        number: of the process among those of this machine.
-        num_workers: how many these are.
+        folder: folder of the run, which only this user can enter.
+        number: number of the process among the workers of this machine.
+        num_workers: number of workers of this machine.
     """
 
     folder: str
@@ -32,10 +32,10 @@ class Outcome(NamedTuple):
     """How a process ended.
 
     Attributes:
-        time: when, in seconds of `time.monotonic`.
-        error: a `RunError` or SystemExit that it raised.
-        frames: the stack of whatever it raised; empty: it returned.
-        result: what its function returned, pickled.
+        time: time of the end, in seconds of `time.monotonic`.
+        error: the `RunError` or SystemExit that the process raised; None for another error, or no error.
+        frames: the traceback of any error; empty if the function returned.
+        result: the pickled return value.
     """
 
     time: float
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     result: bytes = b""
 
     def as_error(self, words: str) -> BaseException:
-        """Returns the error; one that is no `RunError` as the error of a worker, which `words` name."""
+        """Returns the recorded error. Any other class becomes a `WorkerError` with `words` and the traceback."""
         return self.error or WorkerError(f"{words} failed\n{self.frames}".rstrip())
 
 
@@ -53,12 +53,12 @@ current: Place | None = None
 
 
 def write_result(result: Any) -> None:
-    """Ends a worker with what its function returned."""
+    """Records the return value of a worker's function."""
     _write(Outcome(time.monotonic(), result=pickle.dumps(result)))
 
 
 def write_error(error: BaseException) -> None:
-    """Ends a worker with an error."""
+    """Records the error that ended a worker."""
     known: RunError | SystemExit | None = None
     if isinstance(error, SystemExit):
         known = SystemExit(error.code if isinstance(error.code, int | None) else str(error.code))
@@ -68,14 +68,14 @@ def write_error(error: BaseException) -> None:
 
 
 def read(place: Place) -> Outcome | None:
-    """Returns how a worker ended; None before that, and if it left nothing."""
+    """Returns how a worker ended; None if it has not ended yet, or left no file."""
     with contextlib.suppress(FileNotFoundError), open(_path(place), "rb") as file:
         return Outcome(*pickle.load(file))
     return None
 
 
 def how_it_ended(exit_code: int) -> str:
-    """Returns in words how a process ended that left nothing, by its exit code."""
+    """Describes by its exit code how a process ended that left no file."""
     if exit_code < 0:
         why = ": is the system short of memory?" if exit_code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-exit_code).name}{why}"

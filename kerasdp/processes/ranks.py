@@ -1,4 +1,4 @@
-"""Finds which of several processes this one is, and lets them, the ranks of a run, begin and end each call alike."""
+"""Finds the rank of this process, and checks that all ranks make the same calls in the same order."""
 
 import contextlib
 import dataclasses
@@ -16,18 +16,19 @@ from kerasdp.processes import error_text, signals
 T = TypeVar("T")
 Environment = Mapping[str, str]
 
-# How many processes somebody else has started, of whom torch knows nothing; in a script of sbatch srun has not, yet.
+# Launchers that do not set torch's variables: a variable that shows that they run, and their number of processes. In a
+# batch script of sbatch, srun has not started processes yet.
 _OF_TASKS = {"srun": ("SLURM_STEP_ID", "SLURM_NTASKS"), "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
 _PAGE = "docs/many-machines.md"
 _PLACES = {
-    "torch": f"torch takes its place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets "
-    f"them: {_PAGE}",
-    "jax": f"JAX takes its place from SLURM, Kubernetes, Cloud TPU or JAX_COORDINATOR_ADDRESS: {_PAGE}",
-    "tensorflow": "Keras 3 has no strategy of TensorFlow for several machines; use --backend=torch or jax",
+    "torch": f"torch reads its rank from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; start it with "
+    f"torchrun, which sets them: {_PAGE}",
+    "jax": f"JAX reads its rank from SLURM, Kubernetes, Cloud TPU or JAX_COORDINATOR_ADDRESS: {_PAGE}",
+    "tensorflow": "Keras 3 cannot train on several machines with TensorFlow; use --backend=torch or jax",
 }
 ALIKE = (
-    "fit, evaluate and predict are the work of all ranks: call them on every rank, in the same order; only prints and "
-    "files belong under `if runner.is_chief:`"
+    "all ranks take part in fit, evaluate and predict: call them on every rank, in the same order; put only prints and "
+    "files under `if runner.is_chief:`"
 )
 # Samples of the same data on two ranks may differ by round-off.
 _TOLERANCE = 1e-4
@@ -35,12 +36,12 @@ _TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where this process is among those that were started for a run.
+    """The place of this process among the processes of a run.
 
     Args:
-        source: what says so: `"torchrun"`, `"slurm"`, ...
-        num_processes: that were started.
-        process: number of this one, from 0.
+        source: the launcher that the process was started by: `"torchrun"`, `"slurm"`, ...
+        num_processes: number of processes of the run.
+        process: number of this process, from 0.
         local_process: number of this process on its machine.
     """
 
@@ -51,10 +52,10 @@ class Cluster:
 
 
 def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster | None:
-    """Returns which rank of torch this process is, as torchrun and others say in the environment; None: the only one.
+    """Finds this process's torch rank in the environment that torchrun or another launcher sets; None if it is alone.
 
     Raises:
-        UserError: if several processes were started, and each would train alone.
+        UserError: if several processes were started, but each of them would train alone.
     """
     if has_ranks := "RANK" in environment and "WORLD_SIZE" in environment:
         source = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK and WORLD_SIZE"
@@ -75,58 +76,62 @@ def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster |
 
 
 class Scatter(Protocol):
-    """Hands out what one process has to all processes of a run.
+    """Sends values from rank 0 to all processes of a run.
 
     Attributes:
         rank: number of this process, from 0.
-        num_processes: how many there are.
+        num_processes: number of processes.
     """
 
     rank: int
     num_processes: int
 
     def __call__(self, values: list[Any], number: int) -> Any:
-        """Returns this process's one of the values that rank 0 gives, one for each rank; the others' are not looked at.
+        """Returns the value that rank 0 has for this process.
 
-        Called by all processes, in any thread; calls with the same number are made in the same order by all. On rank 0
-        it returns when the others have theirs.
+        All processes call it, in any thread. They make the calls of one sequence in the same order. On rank 0 it
+        returns after all other ranks have received their values.
+
+        Args:
+            values: on rank 0, one value per rank. Ignored on other ranks.
+            number: number of the sequence to which the call belongs. Sequences are independent of each other.
         """
 
 
 class Processes(Protocol):
-    """Collective operations between the processes of a run: each rank calls the same ones, in the same order.
+    """Collective operations between the processes of a run: each rank makes the same calls, in the same order.
 
     Attributes:
         rank: number of this process, from 0.
-        num_processes: how many there are.
+        num_processes: number of processes.
     """
 
     rank: int
     num_processes: int
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Returns what each process has, in the order of the ranks."""
+        """Returns the values of all processes, in the order of the ranks."""
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """Returns the maximum over the ranks of the numbers of the call before this one, so that nobody waits."""
+        """Returns the maximum over the ranks of the numbers in the previous call. The delay avoids waiting."""
 
     def any_rank(self, flag: bool) -> bool:
         """Returns whether the flag is set on any rank."""
 
     def open_scatter(self) -> Scatter | None:
-        """Returns a scatter whose messages meet no other one's; None where there is only one process."""
+        """Returns a scatter whose messages do not mix with other messages; None if there is only one process."""
 
 
 def meet(processes: Processes, name: str = "", arguments: dict[str, Any] | None = None) -> None:
-    """Waits until all ranks have come to the same call, with the same arguments.
+    """Waits until all ranks have made the same call, with the same arguments.
 
     Args:
-        processes: of the run.
-        name: of the call, as users write it; empty: the end of the training function.
-        arguments: see `unlike`.
+        processes: the processes of the run.
+        name: name of the call, as users write it. Empty: the end of the training function.
+        arguments: descriptions of the arguments, as in `unlike`.
 
     Raises:
-        UserError: on all ranks the same, if they have come to different ones.
+        UserError: if the ranks made different calls. All ranks raise the same error.
     """
     if processes.num_processes == 1:
         return
@@ -146,7 +151,7 @@ def meet(processes: Processes, name: str = "", arguments: dict[str, Any] | None 
 
 
 def require_same(processes: Processes, config: Config) -> None:
-    """Raises the same `UserError` on all processes if they differ in a choice or a version."""
+    """Raises the same `UserError` on all processes if a flag or a package version differs between them."""
     used = ("python", "kerasdp", "keras", "numpy", config.backend)
     fields = config.as_dict()
     choices = {f"--{each.flag}": fields[name] for name, each in choices_of(Config).items() if not each.of_host}
@@ -156,7 +161,7 @@ def require_same(processes: Processes, config: Config) -> None:
 
 @contextlib.contextmanager
 def ending_alike(processes: Processes) -> Iterator[None]:
-    """Lets the ranks wait for each other at the end of the training function."""
+    """Waits for all other ranks at the end of the training function."""
     try:
         yield
     except SystemExit as end:
@@ -167,18 +172,18 @@ def ending_alike(processes: Processes) -> Iterator[None]:
 
 
 def unlike(one: dict[str, Any], other: dict[str, Any], first: str, second: str) -> UserError | None:
-    """Returns the error of two ranks, by their names, that came to a meeting before calls that are not alike.
+    """Returns an error if two ranks made different calls, or passed different arguments; None if they agree.
 
     Args:
-        one: `name`, `line` and `arguments` of one rank's call, each of these as `{"shown": text}` with, for data, a
-            `sample`: a number from -1 to 1 that other values make another.
-        other: of the other's.
-        first: name of the rank.
-        second: likewise.
+        one: the call of one rank: `name`, `line` and `arguments`. Each argument is `{"shown": text}`. Data also has a
+            `sample`, a number from -1 to 1 that changes with the values.
+        other: the call of the other rank.
+        first: name of the first rank, for the message.
+        second: name of the second rank.
     """
     if one["name"] != other["name"]:
         words = [
-            f"calls {meeting['name']} ({meeting['line']})" if meeting["name"] else "has left the training function"
+            f"calls {meeting['name']} ({meeting['line']})" if meeting["name"] else "has ended the training function"
             for meeting in (one, other)
         ]
         return UserError(f"the ranks do different things: {first} {words[0]}, {second} {words[1]}: {ALIKE}")
@@ -188,11 +193,11 @@ def unlike(one: dict[str, Any], other: dict[str, Any], first: str, second: str) 
         if given[0].get("shown") == given[1].get("shown"):
             if math.isclose(*(each.get("sample") or 0.0 for each in given), rel_tol=0, abs_tol=_TOLERANCE):
                 continue
-            texts = [f"{texts[0]} with some values", "others"]
+            texts = [f"{texts[0]} with some values", "other values"]
         is_data = "sample" in (given[0] or given[1])
-        cure = "every rank takes its rows of the global batch by itself, so give each the same, and seed what is random"
+        cure = "each rank selects its rows of the global batch: pass the same data on every rank, and seed random code"
         return UserError(
             f"{one['name']} ({one['line']}): expected the same {name} on all ranks. Received: {texts[0]} on {first}, "
-            f"{texts[1]} on {second}; {cure if is_data else 'give each the same'}"
+            f"{texts[1]} on {second}; {cure if is_data else 'pass the same value on every rank'}"
         )
     return None

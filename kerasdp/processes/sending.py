@@ -1,8 +1,8 @@
-"""Sends functions to worker processes, wherever they were written, and sends back what they return.
+"""Sends functions to worker processes, and sends their results back.
 
-A function of a module that workers can import travels by its name. Any other travels as its code (by cloudpickle), with
-the values of the variables that it refers to: no worker runs the script or notebook that it is from. Of a result that
-cannot be sent back the models are saved, so that no training is lost.
+A function in a module that workers can import is sent by its name. Any other function is sent as code by cloudpickle,
+with the values of the variables that it refers to. So no worker runs the user's script or notebook. If a result cannot
+be sent back, its models are saved to files, so that no training is lost.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ _SETTINGS = ("image_data_format", "epsilon")
 
 
 class SentFunction:
-    """A function on its way to worker processes; what it refers to is as it was when it was sent.
+    """A pickled function for worker processes. Later changes of the objects that it refers to have no effect on it.
 
     Args:
-        pickled: what a worker loads.
-        path: of a file with the arrays, which all workers map into their memory.
-        places: begin and end of each array in the file.
+        pickled: the pickled function, without its arrays.
+        path: path of a file with the arrays. All workers map it into their memory.
+        places: begin and end of each array in the file, in bytes.
     """
 
     def __init__(self, pickled: bytes, path: str, places: list[tuple[int, int]]):
@@ -52,7 +52,7 @@ class SentFunction:
         return self.received()(*args, **kwargs)
 
     def received(self) -> Callable[..., Any]:
-        """Returns the function, in a worker. Imports what it refers to, maybe Keras."""
+        """Returns the function, in a worker. Imports the modules that it refers to, perhaps Keras."""
         with open(self._path, "rb") as file:  # a page becomes the process's own where it is written to
             arrays = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         buffers = [arrays[begin:end] for begin, end in self._places]
@@ -74,13 +74,13 @@ class SentFunction:
 
 @contextlib.contextmanager
 def sent(function: Callable[..., Any]) -> Iterator[SentFunction]:
-    """Makes a function ready to be sent to processes that are started in the context.
+    """Pickles a function for processes that start within the context.
 
     Args:
-        function: wherever it was written.
+        function: any function, also a nested one or a lambda.
 
     Raises:
-        UserError: if it refers to something that cannot be sent; the text names it.
+        UserError: if the function refers to an object that cannot be sent. The message names the object.
     """
     content, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = _FunctionPickler(content, buffer_callback=buffers.append)
@@ -102,11 +102,15 @@ def sent(function: Callable[..., Any]) -> Iterator[SentFunction]:
 
 
 def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
-    """Returns what functions and classes that travel as their code find beside them, in a worker as here.
+    """Returns the state of this process that functions and classes sent as code need in a worker.
 
-    That is what `pickle`, and processes that user code starts, look for in `__main__`; the lines of code that is in no
-    file, as a notebook's cells, for tracebacks and `inspect.getsource`; Keras' settings; the classes that are
-    registered in Keras, by the names of these; and the values of absl's flags.
+    Returns:
+        A tuple of five dictionaries:
+        - objects of `__main__` that `pickle`, or processes started by user code, look up there
+        - source lines of code without a file, such as notebook cells, for tracebacks and `inspect.getsource`
+        - settings of Keras
+        - classes registered in Keras, by their registered names
+        - values of absl flags
     """
     main: Any = sys.modules["__main__"]
     of_main = {name: value for name, value in vars(main).items() if any(value is kind for kind in by_code)}
@@ -127,7 +131,7 @@ def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _set_flags(values: dict[str, Any]) -> None:
-    """Gives absl's flags in a worker the values of the command line, which it does not have."""
+    """Sets absl flags in a worker to the values of the command line. The worker has no command line."""
     if not values:
         return
     from absl import flags
@@ -140,10 +144,10 @@ def _set_flags(values: dict[str, Any]) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles a layer or a model with the classes that it is made of, and a `History` without its model."""
+    """Pickles layers and models together with their custom classes, and a `History` without its model."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how an object is pickled; see the standard library."""
+        """Returns how to pickle an object. See `pickle.Pickler.reducer_override`."""
         keras: Any = sys.modules.get("keras")
         if keras is not None and isinstance(obj, keras.callbacks.History):
             alone = copy.copy(obj)
@@ -159,16 +163,16 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _make_layer(classes: dict[str, Any], make: Callable[[io.BytesIO], Any], file: io.BytesIO) -> Any:
-    """Makes a layer or a model of a `.keras` file; `classes`: those that are not Keras', by name."""
+    """Loads a layer or a model from a `.keras` file. `classes` has its custom classes by name."""
     with sys.modules["keras"].saving.custom_object_scope(classes):
         return make(file)
 
 
 class _FunctionPickler(_Pickler):
-    """Pickles functions and classes that workers cannot import by their code.
+    """Pickles functions and classes as code if workers cannot import them.
 
     Attributes:
-        by_code: those that it has pickled so.
+        by_code: functions and classes that were pickled as code.
     """
 
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None):
@@ -176,7 +180,7 @@ class _FunctionPickler(_Pickler):
         self.by_code: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how an object is pickled; see the standard library."""
+        """Returns how to pickle an object. See `pickle.Pickler.reducer_override`."""
         if isinstance(obj, (types.FunctionType, type)):
             module = sys.modules.get(obj.__module__)
             # What `runpy`, or another `multiprocessing`, runs by a name that no worker can import.
@@ -204,11 +208,11 @@ class _FunctionPickler(_Pickler):
 
 
 class _MadeBeforeError(Exception):
-    """A Keras object whose variables were made in this process."""
+    """The function refers to a Keras object with variables that were made in this process."""
 
 
 def _place_in_file(array: Any) -> tuple[Any, ...] | None:
-    """Returns the arguments that make an `np.memmap`, or a slice of one, once more; None if it is to be copied."""
+    """Returns arguments that open an `np.memmap`, or a slice of one, again; None if the array must be copied."""
     whole = array
     while isinstance(whole.base, type(array)):
         whole = whole.base
@@ -219,9 +223,10 @@ def _place_in_file(array: Any) -> tuple[Any, ...] | None:
 
 
 def _without_tensorflow_for(pickled: bytes | None = None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Keras, where it is used, does not import TensorFlow to serialize a layer.
+    """Returns a context in which Keras does not import TensorFlow to serialize a layer.
 
-    `pickled`: what is to be loaded; None: something is to be pickled.
+    Args:
+        pickled: the data to load. None: an object will be pickled. The context has no effect if Keras is not used.
     """
     if "keras" not in sys.modules if pickled is None else _OF_KERAS not in pickled:
         return contextlib.nullcontext()
@@ -231,7 +236,7 @@ def _without_tensorflow_for(pickled: bytes | None = None) -> contextlib.Abstract
 
 
 def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
-    """Returns a line that names the variable which cannot be sent; `error`: why the function cannot."""
+    """Returns a message that names the variable that cannot be sent. `error` comes from pickling the function."""
     name = name_of(function)
     holder, variable, value, reason = _find_unsendable(function, set()) or ("", "", None, error)
     if isinstance(reason, _MadeBeforeError):
@@ -241,15 +246,15 @@ def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
             "calls, for the run's devices and seed"
         )
     if not variable:
-        return f"{name} cannot be sent to worker processes ({first_line(error)}): make in it what it refers to"
+        return f"{name} cannot be sent to worker processes ({first_line(error)}): create the objects that it uses in it"
     return (
         f"{variable}, which {holder} refers to, is a {type(value).__name__} and cannot be sent to worker processes "
-        f"({first_line(reason)}): make it in {name}, or let that refer to what it is made of (numbers, arrays, paths)"
+        f"({first_line(reason)}): create it in {name}, from numbers, arrays or paths"
     )
 
 
 def _find_unsendable(function: Any, seen: set[int]) -> tuple[str, str, Any, Exception] | None:
-    """Returns which function refers to what cannot be sent, by which name, the value, and the reason."""
+    """Finds the variable that cannot be sent: returns the function that uses it, its name, its value and the error."""
     seen.add(id(function))
     for name, value in _references_of(function).items():
         if id(value) in seen:
@@ -262,7 +267,7 @@ def _find_unsendable(function: Any, seen: set[int]) -> tuple[str, str, Any, Exce
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns how people call a function."""
+    """Returns the name of a function for messages."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     name = getattr(function, "__name__", type(function).__name__)
@@ -270,7 +275,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def tf_data_of(function: Callable[..., Any]) -> str | None:
-    """Returns by which name a function refers to a tf.data data set; None if it does not."""
+    """Returns the name of a variable of a function that is a `tf.data.Dataset`; None if there is no such variable."""
     for name, value in _references_of(function).items():
         if type(value).__module__.startswith("tensorflow.") and hasattr(value, "cardinality"):
             return name
@@ -296,7 +301,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def _globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the global variables that a function, and code within it, load."""
+    """Returns the global variables that a function, and code nested in it, load."""
     codes, found = [function.__code__], dict[str, Any]()
     for code in codes:
         codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
@@ -305,18 +310,18 @@ def _globals_of(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
-# Several threads may start runs, as a search with several jobs does. A process that is forked by the thread that holds
-# it holds it, too, and takes it again.
+# Several threads may start runs, such as a search with several jobs. A process that is forked while this thread has the
+# lock inherits it, and acquires it again: so it is reentrant.
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def not_run_again() -> Iterator[None]:
-    """Lets a process that `multiprocessing` spawns within the context leave `__main__` as it is.
+    """Prevents processes that `multiprocessing` spawns within the context from running the user's script again.
 
-    Before all else a spawned process runs the file of its parent's `__main__`, or the module that `__main__.__spec__`
-    names, but for a package's `__main__.py`, which has no guard (CPython 3.11 to 3.14, multiprocessing/spawn.py). So
-    the script gets the name of such a one.
+    A spawned process first runs the file of its parent's `__main__`, or the module that `__main__.__spec__` names.
+    Python makes an exception for a package's `__main__.py`, which has no guard (CPython 3.11 to 3.14,
+    multiprocessing/spawn.py). So this context gives the script the module name of a `__main__.py`.
     """
     main: Any = sys.modules["__main__"]
     with _lock:
@@ -328,14 +333,14 @@ def not_run_again() -> Iterator[None]:
 
 
 class SentResult:
-    """What a function returned, on its way back from a worker process.
+    """The pickled return value of a function, for the process that started the workers.
 
     Args:
         result: the value.
-        folder: where the models in it are saved if it cannot be sent. None: the current one.
+        folder: folder where the models in the value are saved if it cannot be sent. None: the current folder.
 
     Raises:
-        UserError: if it cannot be sent; the text names the files.
+        UserError: if the value cannot be sent. The message names the files.
     """
 
     def __init__(self, result: Any, folder: str | None = None):
@@ -349,7 +354,11 @@ class SentResult:
         self._pickled = content.getvalue()
 
     def received(self) -> Any:
-        """Returns the value, in the process that started the workers. Raises `UserError` if it cannot be made there."""
+        """Returns the value, in the process that started the workers.
+
+        Raises:
+            UserError: if it cannot be unpickled there.
+        """
         try:
             with _without_tensorflow_for(self._pickled):
                 return pickle.loads(self._pickled)
@@ -359,22 +368,22 @@ class SentResult:
 
 
 class _WithoutModels(pickle.Unpickler):
-    """Reads a result with files in the place of its models."""
+    """Unpickles a result with the bytes of `.keras` files instead of models."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what makes an object; see the standard library."""
+        """Returns the class or function with a name. See `pickle.Unpickler.find_class`."""
         if (module, name) == (__name__, _make_layer.__name__):
             return lambda classes, make, file: file
         return super().find_class(module, name)
 
 
 def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError:
-    """Saves the models in a result, in a new folder; returns an error that says so, and why it does not arrive."""
+    """Saves the models of a result in a new folder, and returns the error that names the files and the reason."""
     keras: Any = sys.modules["keras"]
     models = [part for part in keras.tree.flatten(result) if isinstance(part, (io.BytesIO, keras.Model))]
     new = tempfile.mkdtemp(prefix="returned-", dir=folder) if models else ""
     paths = [_save(model, os.path.join(new, str(number))) for number, model in enumerate(models, 1)]
-    saved = f"what was trained is in {', '.join(paths)}; " if paths else ""
+    saved = f"the trained model is saved in {', '.join(paths)}; " if paths else ""
     reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
     return UserError(
         f"train returned a {type(result).__name__}, {words} ({reason:.300}): {saved}return numbers, arrays or a History"
@@ -382,7 +391,10 @@ def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError
 
 
 def _save(model: Any, stem: str) -> str:
-    """Saves the weights of a model (its class may not say how it is made), or its file; returns the path."""
+    """Saves a model's weights, or the bytes of its `.keras` file; returns the path.
+
+    Of a model it saves only weights, because its class may have no `get_config`.
+    """
     if isinstance(model, io.BytesIO):
         with open(path := f"{stem}.keras", "wb") as file:
             file.write(model.getbuffer())

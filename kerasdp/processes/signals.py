@@ -1,8 +1,8 @@
 """Handles the signals that ask a run to end.
 
-Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away, a terminal sends SIGINT at Ctrl-C. If the
-run keeps checkpoints, the first one is noted, and the run ends after its step, with a checkpoint; a second one ends it
-at once. Without checkpoints the first one does.
+Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away. A terminal sends SIGINT at Ctrl-C. A run
+with checkpoints notes the first signal, finishes its step, saves a checkpoint and ends. A second signal ends it at
+once. A run without checkpoints ends at the first signal.
 """
 
 import _thread
@@ -20,8 +20,8 @@ from kerasdp.errors import RunError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = signal.SIGINT
-# A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on. Ctrl-C
-# likewise, from a terminal and from a launcher; people press it again sooner.
+# A signal to a group of processes reaches a worker twice: directly, and from its parent, which passes it on. Ctrl-C too
+# arrives from a terminal and from a launcher. Its limit is shorter, since people press it again soon.
 SECONDS_OF_ONE, _SECONDS_OF_ONE_INTERRUPT = 2.0, 0.3
 # After a second signal the process has so long to end by itself.
 _SECONDS_TO_LEAVE = 1.0
@@ -49,7 +49,7 @@ def _within(context: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[None]:
-    """Notes the signals that come within the context; has no effect in another thread, or within another one."""
+    """Notes the signals that arrive within the context. Has no effect if nested, or outside the main thread."""
     if _context or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -72,16 +72,16 @@ def noticed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
-    """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting.
+    """Passes signals on to worker processes within the context, and continues to wait for them.
 
-    Ctrl-C is passed on as SIGUSR1: they ignore SIGINT, which a terminal sends to each of them, too. A second signal
-    ends the wait.
+    Ctrl-C is passed on as SIGUSR1. Workers ignore SIGINT, because a terminal also sends it to each of them. A second
+    signal ends the wait.
 
     Args:
-        processes: returns those that live.
+        processes: function that returns the living workers. Each has a `pid`.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, also where the workers have saved.
+        KeyboardInterrupt: after Ctrl-C, even if the workers saved a checkpoint.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -116,17 +116,17 @@ def _seconds_of_one(number: int) -> float:
 
 
 def _is_copy(number: int) -> bool:
-    """Returns whether a signal whose handler is called has been noted: it came a moment ago, too."""
+    """Returns whether a signal is a copy of one that was noted a moment ago."""
     last, _handled[number] = _handled.get(number, 0.0), time.monotonic()
     return number in _noted and _handled[number] - last < _seconds_of_one(number)
 
 
 @contextlib.contextmanager
 def delayed() -> Iterator[None]:
-    """Lets what comes within the context come at its end: for what takes moments, and must not be left half done.
+    """Delays signals that arrive within the context until its end. For short actions that nothing may interrupt.
 
-    So is the import of a framework: an exception that goes through the native code which makes its modules ends the
-    process by SIGABRT (nanobind in jaxlib 0.10.2).
+    One such action is the import of a framework. An exception that passes through the native code of an import ends the
+    process with SIGABRT (nanobind in jaxlib 0.10.2).
     """
     arrived: list[int] = []
     try:
@@ -138,17 +138,17 @@ def delayed() -> Iterator[None]:
 
 
 def awaited() -> contextlib.AbstractContextManager[None]:
-    """Marks a `fit` with checkpoints, which queries `noted` after each step."""
+    """Marks a `fit` with checkpoints, which checks `noted` after each step."""
     return _within("awaited")
 
 
 def noted() -> signal.Signals | None:
-    """Returns the signal that came, if one did."""
+    """Returns the first signal that arrived; None if there was no signal."""
     return signal.Signals(_noted[0]) if _noted else None
 
 
 def leave_if_asked() -> None:
-    """Ends the run if a signal should have done so already: code between may have caught what it raised."""
+    """Ends the run if a signal should already have ended it. User code may have caught the signal's exception."""
     if _noted and (_context != "awaited" or INTERRUPT in _noted[1:]):
         raise _ending(_noted[-1])
 
@@ -165,7 +165,7 @@ def _note(number: int, _: Any) -> None:
 
 
 def _ending(number: int) -> BaseException:
-    """Returns what ends the run for a signal."""
+    """Returns the exception that ends the run after a signal."""
     return KeyboardInterrupt() if number == INTERRUPT else SystemExit(128 + number)
 
 
@@ -184,9 +184,10 @@ def _handlers(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> 
 
 @contextlib.contextmanager
 def _raised_again() -> Iterator[None]:
-    """Raises again what a handler has raised where Python cannot pass it on: it calls `sys.unraisablehook` there.
+    """Raises the exception of a signal handler again if Python lost it.
 
-    Such places are `__del__`, callbacks of the garbage collector (jax 0.10.2 has one) and of weak references.
+    Python cannot propagate an exception from `__del__`, from callbacks of the garbage collector (jax 0.10.2 has one)
+    and from callbacks of weak references. It calls `sys.unraisablehook` there.
     """
     kept = sys.unraisablehook
 
@@ -212,7 +213,7 @@ def _send_again(number: int) -> None:
 
 @contextlib.contextmanager
 def _arrivals(numbers: Collection[int]) -> Iterator[None]:
-    """Ends this process soon after a second signal, also where no handler is called: in native code."""
+    """Ends this process soon after a second signal, even if native code keeps Python from calling the handler."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -225,7 +226,7 @@ def _arrivals(numbers: Collection[int]) -> Iterator[None]:
 
 
 def _watch(reader: int, numbers: Collection[int]) -> None:
-    """Runs in a thread; `numbers`: of the signals that count."""
+    """Watches for signals, in a thread. `numbers` are the signals to watch for."""
     arrived: dict[int, float] = {}  # when each arrived last
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
@@ -246,19 +247,19 @@ def _watch(reader: int, numbers: Collection[int]) -> None:
 
 
 def _leave(number: int, arrived: float) -> None:
-    """Ends this process after a second signal; not after Ctrl-C whose handler was called, since that raises."""
+    """Ends this process after a second signal, unless it is Ctrl-C and the handler was called: the handler raises."""
     time.sleep(_SECONDS_TO_LEAVE)
     if number == INTERRUPT and _handled.get(number, 0.0) >= arrived:
         return
     if number not in _noted:
         name = signal.Signals(number).name
-        sys.stderr.write(f"error: ended by {name}, which the main thread did not note: it waits in native code\n")
+        sys.stderr.write(f"error: ended by {name}: the main thread waits in native code, and could not handle it\n")
         sys.stderr.flush()
     os._exit(128 + number)
 
 
 def _forget() -> None:
-    """Keeps the signals of a forked process from its parent's pipe, and its parent's signals from it."""
+    """Separates a forked process from its parent's signals, and from the pipe that reports them."""
     global _context
     _noted.clear()
     _raised.clear()

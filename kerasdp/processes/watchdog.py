@@ -1,6 +1,6 @@
-"""Finds a run in which nothing moves any more, and says where each of its processes stands.
+"""Detects a run that makes no progress, and reports where each of its processes stands.
 
-A process that waits in native code may keep Python's interpreter. So its stack is written by `faulthandler`, in C.
+A process that waits in native code may block Python's interpreter. So `faulthandler` writes its stack, in C.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ _file: Any = None
 
 
 class Watchdog:
-    """Lets this process write where it stands when nothing has moved in it for some time.
+    """Makes this process write its stack if it makes no progress for some time.
 
     Attributes:
-        seconds_to_compile: about how long what compiles will take, where that is known.
+        seconds_to_compile: estimated time of a compilation; None if unknown.
     """
 
     def __init__(self, timeout: float | None = None, compiler: str = ""):
-        """Begins in the script, where a process may be for as long as it likes.
+        """Sets no timer yet: user code may run for any time before the first `fit`.
 
         Args:
-            timeout: seconds; None: never.
-            compiler: what compiles here, for a line that says so once; empty: none.
+            timeout: seconds without progress after which the stack is written; None: never.
+            compiler: name of the compiler, for a message that a compilation takes long. Empty: no message.
         """
         self._timeout, self._compiler = timeout, compiler
         self.seconds_to_compile: float | None = None
@@ -52,7 +52,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self, seconds: float | None = None) -> Iterator[None]:
-        """Marks a call, or a step of it; `seconds`: it may take as long without a move. None: the timeout."""
+        """Sets the timer for a call or one of its steps. `seconds` is its time limit; None: the timeout."""
         if self._timeout is None or threading.get_ident() != self._thread:
             yield
             return
@@ -65,7 +65,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Marks what may take long, since it builds, traces or compiles."""
+        """Marks code that builds, traces or compiles, which may take long."""
         telling = threading.Timer(_SECONDS_TO_SAY_SO, self._say_that_it_compiles)
         telling.daemon = True
         if self._compiler:
@@ -77,9 +77,9 @@ class Watchdog:
             telling.cancel()
 
     def step_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a step function of a model whose calls are marked; the first one with each shape may compile.
+        """Wraps a model's step function so that the watchdog times each call. The first call with a shape may compile.
 
-        `function` gets as its first argument a batch, or a list of them.
+        The first argument of `function` is a batch or a list of batches.
         """
 
         def call(data: Any, *args: Any) -> Any:
@@ -113,7 +113,7 @@ current = Watchdog()
 
 
 def shapes_of(data: Any) -> Any:
-    """Returns the shapes in a structure of tensors."""
+    """Returns the shapes of the tensors in a nested structure."""
     if isinstance(data, dict):
         return tuple(map(shapes_of, data.values()))
     if isinstance(data, (list, tuple)):
@@ -122,14 +122,14 @@ def shapes_of(data: Any) -> Any:
 
 
 def begin(place: Place) -> None:
-    """Lets this worker write where it stands, at `SIGNAL` and when its timer ends."""
+    """Makes this worker write its stack when it gets `SIGNAL`, and when its timer expires."""
     global _file
     _file = open(_path(place), "w")  # noqa: SIM115  # open for as long as the process lives
     faulthandler.register(SIGNAL, file=_file)
 
 
 def read_stack(place: Place) -> str:
-    """Returns what a worker has written of where it stands; empty: nothing."""
+    """Returns the stack that a worker has written; empty if it has not written one."""
     try:
         with open(_path(place)) as file:
             return file.read()
@@ -138,16 +138,17 @@ def read_stack(place: Place) -> str:
 
 
 def seconds_without_a_move(place: Place) -> int:
-    """Returns after how long a worker's timer has ended; 0: it has not."""
+    """Returns the timeout of a worker whose timer has expired, in seconds; 0 if it has not expired."""
     found = re.match(r"Timeout \((\d+):(\d+):(\d+)", read_stack(place))
     hours, minutes, seconds = map(int, found.groups() if found else (0, 0, 0))
     return 3600 * hours + 60 * minutes + seconds
 
 
 def describe_stacks(stacks: Mapping[str, str]) -> str:
-    """Returns in a line where processes stand: the innermost line of a user's code in the main thread of each.
+    """Returns one line that says where each process stands: the innermost line of user code in its main thread.
 
-    `stacks`: what `read_stack` gives, the main thread last, by the names of the processes.
+    Args:
+        stacks: results of `read_stack` by the name of the process. In each the main thread is last.
     """
     words = []
     for name, text in stacks.items():

@@ -1,4 +1,4 @@
-"""Runs a function in worker processes of this machine, watches over them, and finds the error that ended them."""
+"""Runs a function in worker processes of this machine, watches them, and finds the error that ended them."""
 
 import contextlib
 import ctypes
@@ -26,8 +26,8 @@ from kerasdp.processes.sending import not_run_again, sent
 _SECONDS_BETWEEN_LOOKS = 0.25
 # When a worker has failed, the others get so long to end by themselves.
 _SECONDS_TO_END = 5.0
-# A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
-# that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
+# A failed worker keeps its connections open for so long. So its error is recorded before the errors that it causes in
+# others. A worker that died without a record is noticed at once, but an error recorded just before may be its effect.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
 # For each to write where it stands.
 _SECONDS_TO_WRITE = 1.0
@@ -37,15 +37,18 @@ _OF_IMPORTS = ("KERAS_", "CUDA_", "PYTHON", "LD_")
 
 
 def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., Any]) -> Any:
-    """Runs `work(settings, train)` in a process of its own, restarts it if allowed; returns its result.
+    """Runs `work(settings, train)` in a new process, and restarts it after a failure if `max_restarts` allows it.
 
     Args:
-        work: runs the workers.
-        settings: `max_restarts` is read.
+        work: function that runs the workers.
+        settings: the function reads `max_restarts`.
         train: the user-defined function.
 
+    Returns:
+        The result of `work`.
+
     Raises:
-        WorkerError: if a worker died or hung, and `max_restarts` are used up.
+        WorkerError: if a worker died or made no progress, and no restart is left.
     """
     for restart in range(1, settings.max_restarts + 2):
         try:
@@ -67,20 +70,21 @@ def run_workers(
     variables: Callable[[int], Mapping[str, str]] = lambda number: {},
     preload: list[str] | None = None,
 ) -> Any:
-    """Calls a function in a new process for each name, watches over them, and returns what the first one returned.
+    """Calls a function in several new processes, watches them, and returns the result of the first process.
 
     Args:
-        function: of a module.
-        args: its arguments. Functions among them may be written anywhere.
-        names: of the processes, for errors.
-        variables: returns what a process has in its environment besides what is here, by its number.
-        preload: modules that each process needs. A server imports them once, and forks for each process, in this run
-            and later ones. None: each process starts by itself, as it must to use a GPU which is in use here.
+        function: a function of a module.
+        args: its arguments. Functions among them may be defined anywhere.
+        names: a name for each process, for error messages.
+        variables: returns additional environment variables of a process, by its number.
+        preload: modules that each process needs. A server process imports them once, and is forked for each process, in
+            this run and later ones. None: each process starts without a server. It must if it uses a GPU that is in use
+            in this process.
 
     Raises:
-        UserError: if an argument refers to something that cannot be sent.
-        RunError: of the first process that failed. All others are ended first.
-        SystemExit: if the processes were ended by a signal that this one got, too.
+        UserError: if an argument refers to an object that cannot be sent.
+        RunError: the error of the first process that failed. All other processes are ended first.
+        SystemExit: if a signal ended the processes, and this process got it too.
     """
     with contextlib.ExitStack() as stack:
         given = [stack.enter_context(sent(value)) if callable(value) else value for value in args]
@@ -111,16 +115,16 @@ class Workers:
     """Processes that run the same function."""
 
     def __init__(self, processes: list[Any], places: list[Place]):
-        """`processes`: of `multiprocessing`, not yet started."""
+        """Takes processes of `multiprocessing` that have not started."""
         self.processes, self._places = processes, places
         self._died: dict[int, float] = {}
 
     def living(self) -> list[Any]:
-        """Returns those that have been started and have not ended."""
+        """Returns the processes that have started and have not ended."""
         return [process for process in self.processes if process.pid is not None and process.is_alive()]
 
     def kill(self) -> None:
-        """Ends all at once."""
+        """Kills all processes at once."""
         for process in self.living():
             process.kill()
         for process in self.processes:
@@ -128,11 +132,11 @@ class Workers:
                 process.join()
 
     def wait(self) -> None:
-        """Waits until all have returned.
+        """Waits until the function has returned in all processes.
 
         Raises:
-            RunError: if one fails, or nothing moves in one.
-            SystemExit: if they end because of a signal, or call `sys.exit`.
+            RunError: if a process fails or makes no progress.
+            SystemExit: if the processes end because of a signal, or call `sys.exit`.
         """
         failed_since = 0.0
         while True:
@@ -149,7 +153,7 @@ class Workers:
                 raise error
 
     def _hanging(self) -> WorkerError | None:
-        """Returns the error of a run in which nothing moves, and prints where each worker stands."""
+        """Returns an error if a worker makes no progress, and prints the stack of each worker."""
         seconds = next(filter(None, map(watchdog.seconds_without_a_move, self._places)), 0)
         if not seconds:
             return None
@@ -157,10 +161,10 @@ class Workers:
         for name, stack in stacks.items():
             print(f"{name}:\n{stack.strip()}", file=sys.stderr, flush=True)
         where = watchdog.describe_stacks(stacks)
-        return WorkerError(f"{where}: nothing moved for {seconds} s; a higher --hang_timeout waits longer")
+        return WorkerError(f"{where}: no progress for {seconds} s; a higher --hang_timeout waits longer")
 
     def _stacks(self) -> dict[str, str]:
-        """Returns where each living worker stands, by its name."""
+        """Returns the stack of each living worker, by its name."""
         living = [(place, each) for place, each in zip(self._places, self.processes) if each in self.living()]
         for place, process in living:
             if not watchdog.read_stack(place):
@@ -170,9 +174,10 @@ class Workers:
         return {process.name: watchdog.read_stack(place) for place, process in living}
 
     def _failed(self) -> list[tuple[int, Outcome | None]]:
-        """Returns the workers that failed, the first one first.
+        """Returns the failed workers, in the order in which they failed.
 
-        Each by its number, with how it ended; None: it left nothing.
+        Returns:
+            A list of tuples: number of the worker, and how it ended (None: it left no record).
         """
         living = self.living()
         found = {place.number: outcome.read(place) for place in self._places}
@@ -200,7 +205,7 @@ class Workers:
 
 
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
-    """Runs in a worker, which leaves its files at a place."""
+    """Runs the function in a worker, which writes its files at `place`."""
     os.environ.clear()
     os.environ.update(environment)
     end_with_parent()
@@ -236,9 +241,11 @@ _server_state: Any = None
 
 
 def _server(preload: list[str]) -> str:
-    """Returns the way to start processes that have these modules: by forking a server, if it would be as here.
+    """Returns the `multiprocessing` start method for processes that need these modules.
 
-    The server ends with the thread that has started it, since it ends with this process: so only the main one has it.
+    Returns:
+        `"forkserver"` if a server can fork processes with the same environment and outputs as this process; else
+        `"spawn"`. The server ends with the thread that started it. So only the main thread uses it.
     """
     global _server_state
     if threading.current_thread() is not threading.main_thread():
@@ -277,13 +284,13 @@ def _start(process: Any) -> None:
 
 
 def peak_memory_of_process() -> int:
-    """Returns the most bytes that this process has used."""
+    """Returns the peak memory of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, else kilobytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def end_with_parent() -> None:
-    """Lets the system end this process when the one that started it dies, even by `kill -9`. On Linux only."""
+    """Makes Linux kill this process when its parent dies, even by `kill -9`. Has no effect on other systems."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""Prints what people see of a run, and writes its files and charts."""
+"""Prints the messages of a run, and writes its files and charts."""

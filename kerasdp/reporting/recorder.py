@@ -1,4 +1,4 @@
-"""Follows a run while it trains: its files, its first and last lines, how far an epoch is, and its curves."""
+"""Observes a run while it trains: writes its files, prints its lines, and shows its progress."""
 
 import collections
 import contextlib
@@ -15,14 +15,14 @@ from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_sched
 from kerasdp.reporting import report, run_files
 from kerasdp.run_state import RunState
 
-# A first loss that is so many times a guess's is worth a line. Fresh models on scaled inputs have at most twice that.
+# Warns if the first loss exceeds the chance loss by this factor. New models on scaled inputs have at most factor two.
 _FAR_ABOVE = 10
 
 
 class Recorder(keras.callbacks.Callback):
-    """Writes the files of a run and its first and last lines, and ends it at a loss that is not a number.
+    """Writes the files of a run, prints its first and last lines, and stops it if the loss is not finite.
 
-    Losses stay on the device until a line is due: reading each at once would make the host wait in every step.
+    Losses stay on the device until a line is due. To read each loss at once, the host would have to wait in every step.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class Recorder(keras.callbacks.Callback):
         saved: dict[str, Any] | None = None,
         verbose: bool = False,
     ):
-        """Starts to listen to the steps.
+        """Registers the recorder as a listener for steps.
 
         Args:
-            run_state: of the run, already at the resume point if there is one.
-            facts: what is known of the run.
-            strategy: that trains.
-            folder: where the files go; None: there are none.
-            saved: the state in the checkpoint from which the run resumes.
+            run_state: state of the run, already at the resume point if there is one.
+            facts: description of the run.
+            strategy: strategy of the run.
+            folder: folder for the files; None: no files.
+            saved: state from the checkpoint from which the run resumes, or None.
             verbose: whether to print.
         """
         super().__init__()
@@ -50,24 +50,24 @@ class Recorder(keras.callbacks.Callback):
         self.verbose, self._saved = verbose, saved
         recorded = saved["recorder"] if saved else {"last_logs": {}, "history": []}
         self.last_logs: dict[str, Any] = recorded["last_logs"]
-        # Steps whose loss was not read yet: their number, loss, and the images of the epoch before them.
+        # Steps whose loss is not read yet: step number, loss, and images of the epoch before the step.
         self._waiting: collections.deque[tuple[int, Any, int]] = collections.deque()
-        # Since when, and since how many images of the epoch, the speed is measured, and what it was before.
+        # Start of the speed measurement (time, images of the epoch), and the last measured speed.
         self._start, self._speed = (0.0, 0), 0.0
-        # Steps and rates of the lines to come.
+        # Steps and learning rates of the lines that are due.
         self._due: list[tuple[int, Any]] = []
         self._last_step = run_state.step
         # Sum and number of the epoch's losses that were read.
         self._losses: list[float] = [*recorded.get("losses", (0.0, 0))]
         self.files = None
-        # A run that is over keeps its files: another backend, on other devices maybe, has trained it.
+        # A finished run keeps its files. It may be trained by another backend, on other devices.
         self._is_told = bool(folder) and run_state.was_over and os.path.exists(f"{folder}/report.json")
         if folder is not None and not self._is_told:
             self.files = run_files.RunFiles(folder, facts, last_step=run_state.step, history=recorded["history"])
         run_state.add_listener(self._on_step)
 
     def saved_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: enough for the files of a resumed run to have no gap."""
+        """Returns the values to save in a checkpoint, so that the files of a resumed run have no gap."""
         history = self.files.history if self.files else []
         known = {"last_logs": self.last_logs, "history": history, "losses": self._losses[:]}
         return self.run_state.measurements() | known
@@ -79,7 +79,7 @@ class Recorder(keras.callbacks.Callback):
             self._due.append((step, learning_rate))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Says what is about to run."""
+        """Prints the first lines of the run."""
         if not self.verbose:
             return
         first = report.start_line(self.facts, self._learning_rate(), self._update_rule()["schedule"])
@@ -92,24 +92,27 @@ class Recorder(keras.callbacks.Callback):
         report.say(*filter(None, lines))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Measures the speed from here on."""
+        """Starts to measure the speed."""
         self._start = (time.perf_counter(), self.run_state.epoch_images)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes a line every `log_every` steps, when the next step is on its way: the device need not wait."""
+        """Writes the lines that are due, every `log_every` steps.
+
+        Writes them one step late. The device already computes the next step then, and does not have to wait.
+        """
         self._write_lines(self._last_step)
         self._last_step = self.run_state.step
         self._due = [(step, self._learning_rate() if rate is None else rate) for step, rate in self._due]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the epoch's row."""
+        """Writes the row of the epoch."""
         self.last_logs, self._losses = report.plain(logs), [0.0, 0]
         if self.files:
             seconds, rate = self.run_state.epoch_seconds[-1], self.run_state.epoch_rates[-1]
             self.files.add_epoch(epoch, self.last_logs, seconds, rate)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Writes the report and says how it went."""
+        """Writes report.json and prints the result."""
         if not (self.files or self.verbose) or not self.run_state.epoch_seconds or self._is_told:
             return
         memory = self.strategy.peak_memory_bytes()
@@ -120,23 +123,26 @@ class Recorder(keras.callbacks.Callback):
             report.say(report.end_line(self.facts, result))
 
     def close(self) -> None:
-        """Closes the files, also of a run that failed, and stops listening."""
+        """Closes the files and removes the listener. Also called after a failed run."""
         self.run_state.remove_listener(self._on_step)
         if self.files:
             self.files.close()
 
     def mean_loss(self) -> float:
-        """Returns the mean of the epoch's losses, in which each batch counts as much as another."""
+        """Returns the mean of the epoch's losses. Each batch has the same weight."""
         total, number = self._losses
         return total / number if number else 0.0
 
     def catch_up(self) -> None:
-        """Waits for the last step, stops the run if a loss is not a number, and writes the line that is due."""
+        """Waits for the last step, stops the run if a loss is not finite, and writes the lines that are due."""
         self._write_lines(self.run_state.step)
         self._read_losses(self.run_state.step)
 
     def _write_lines(self, last_step: int) -> None:
-        """Writes the lines up to this step; steps that were done when the last line was written share its speed."""
+        """Writes the lines up to a step.
+
+        All lines that are written together show the same speed.
+        """
         lines = [(step, self._read_losses(step), _as_written(rate)) for step, rate in self._due if step <= last_step]
         if not lines:
             return
@@ -150,33 +156,36 @@ class Recorder(keras.callbacks.Callback):
                 self.files.add_step(step, self.run_state.epoch, loss, rate, self._speed)
 
     def _num_images_done(self) -> int:
-        """Returns the images of the epoch's steps that are over: of jax the newest one may still be computed."""
+        """Returns the number of images in the finished steps of the epoch.
+
+        With JAX the newest step may still run.
+        """
         running = (before for _, loss, before in self._waiting if not getattr(loss, "is_ready", lambda: True)())
         return next(running, self.run_state.epoch_images)
 
     def _read_losses(self, last_step: int) -> float:
-        """Returns the loss of a step; stops the run at the first one up to there that is not a number."""
+        """Returns the loss of a step. Raises an error for the first loss up to this step that is not finite."""
         last = math.nan
         for step, loss, _ in self._waiting:
             if step <= last_step:
-                # Of jax: so that all of them are on their way before the first is waited for.
+                # JAX only: starts all copies before it waits for the first one.
                 getattr(loss, "copy_to_host_async", lambda: None)()
         while self._waiting and self._waiting[0][0] <= last_step:
             step, loss, _ = self._waiting.popleft()
-            if loss is None:  # a user-defined train_step that does not tell it
+            if loss is None:  # a user-defined train_step that returns no loss
                 continue
             last = float(loss)
             chance = self.facts.chance_loss
             if step == 1 and chance and chance * _FAR_ABOVE < last < math.inf and self.strategy.processes.rank == 0:
                 report.warn(
-                    f"the first loss is {last:.5g}; a model that guesses has {chance:.2g}. Scale the inputs (images "
-                    "from 0 to 255 by keras.layers.Rescaling(1 / 255)), or look at labels and from_logits"
+                    f"the first loss is {last:.5g}, but random guesses have {chance:.2g}; scale the inputs (images "
+                    "from 0 to 255 with keras.layers.Rescaling(1 / 255)), or check the labels and from_logits"
                 )
             self._losses = [self._losses[0] + last, self._losses[1] + 1]
             if not math.isfinite(last):
                 raise NonFiniteLossError(
                     f"the loss became {last} at step {step} (epoch {self.run_state.epoch + 1}) with learning rate "
-                    f"{self._learning_rate():.3g}; try a lower --learning_rate, or look for NaN in the data",
+                    f"{self._learning_rate():.3g}; try a lower --learning_rate, or check the data for NaN",
                     step,
                 )
         return last
@@ -185,7 +194,7 @@ class Recorder(keras.callbacks.Callback):
         return _as_written(self.model.optimizer.learning_rate)
 
     def _update_rule(self) -> dict[str, Any]:
-        """Returns the optimizer's name, the rate of the first update, and the name of the schedule."""
+        """Returns the name of the optimizer, the learning rate of the first update, and the name of the schedule."""
         optimizer = inner_optimizer(self.model.optimizer)
         schedule = learning_rate_schedule(optimizer)
         first = self._learning_rate() if schedule is None else _as_written(schedule(0))
@@ -194,12 +203,15 @@ class Recorder(keras.callbacks.Callback):
 
 
 def _as_written(rate: Any) -> float:
-    """Returns a rate in the fewest digits that tell it from others of its precision: 0.03, not 0.029999999329447746."""
+    """Converts a learning rate to a float with the fewest digits that identify it in its precision.
+
+    Returns 0.03, for example, not 0.029999999329447746.
+    """
     return float(str(keras.ops.convert_to_numpy(rate)))
 
 
 class Progress(keras.callbacks.Callback):
-    """Shows a progress bar with loss, metrics and, at the end, samples a second; or prints a line an epoch."""
+    """Shows a progress bar with loss, metrics and speed, or prints one line for each epoch."""
 
     seconds_between_updates = 0.1
 
@@ -209,24 +221,24 @@ class Progress(keras.callbacks.Callback):
         self._progress: Any = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts a bar."""
+        """Starts a progress bar."""
         self._last_update = time.perf_counter()
         if self.bar:
             report.say(f"epoch {epoch + 1}/{self.run_state.epochs}")
             self._progress = keras.utils.Progbar(target=self.run_state.num_batches, unit_name="step")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Moves the bar, ten times a second at most: each move waits for the device."""
+        """Updates the bar at most ten times a second, because each update waits for the device."""
         now = time.perf_counter()
         if self.bar and now - self._last_update > self.seconds_between_updates:
             self._last_update = now
             self._draw(batch + 1, logs, finalize=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends the bar, or prints the line."""
+        """Ends the bar, or prints the line of the epoch."""
         seconds, rate = self.run_state.epoch_seconds[-1], self.run_state.epoch_rates[-1]
         if self.bar:
-            # Not in the bars before, which would be wider than a terminal and leave a line each time.
+            # Only in the last bar. Other bars would be wider than a terminal, and each would leave a line.
             self._progress.unit_name = f"step, {rate:,.0f} samples/s"
             self._draw(self.run_state.num_batches, logs, finalize=True)
         else:
@@ -234,13 +246,16 @@ class Progress(keras.callbacks.Callback):
 
     def _draw(self, step: int | None, logs: dict[str, Any] | None, *, finalize: bool) -> None:
         values = [(name, value) for name, value in report.plain(as_numbers(logs)).items() if isinstance(value, float)]
-        # The values are already those of the epoch so far: shown as they are, not averaged again.
+        # The values are already averaged over the epoch so far, so the bar must not average them again.
         self._progress.stateful_metrics = {name for name, _ in values}
         self._progress.update(step or 0, values, finalize=finalize)
 
 
 def as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns logs as Keras gives them to callbacks: sorted, nested ones among them, single values as floats."""
+    """Returns logs in the form that Keras passes to callbacks.
+
+    They are sorted by name. Nested logs are flattened. Scalars are floats.
+    """
     numbers: dict[str, Any] = {}
     for name, value in sorted((logs or {}).items()):
         if isinstance(value, dict):

@@ -14,19 +14,19 @@ from kerasdp.run_state import RunState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run before it starts.
+    """Describes a run before it starts.
 
     Args:
-        config: its choices.
-        devices: the devices in words.
-        device_kind: `"gpu"`, `"tpu"`, `"cpu"`, or what a plug-in of jax calls its devices.
-        num_devices: over all processes.
-        num_processes: worker processes.
-        model: the model's name.
-        data: name of the data set, if it has one.
+        config: configuration of the run.
+        devices: text that describes the devices.
+        device_kind: `"gpu"`, `"tpu"`, `"cpu"`, or the name that a JAX plug-in uses.
+        num_devices: number of devices of all processes.
+        num_processes: number of worker processes.
+        model: name of the model.
+        data: name of the data set, or an empty string.
         epochs: passes over the data.
-        folder: where the files of this `fit` go; None: there are none.
-        chance_loss: of a model that has learned nothing; None where that is not known.
+        folder: folder for the files of this `fit`; None: no files.
+        chance_loss: loss of a model that predicts all classes with equal probability; None if not known.
     """
 
     config: Config
@@ -42,29 +42,32 @@ class Facts:
 
     @property
     def title(self) -> str:
-        """Returns what a picture of the run is headed by: model, data, backend, devices, batch."""
+        """Returns the title of the run's pictures: model, data, backend, devices and batch size."""
         of = f" on {self.data}" if self.data else ""
         return f"{self.model}{of} | {self.config.backend} on {self.devices} | batch {self.config.batch_size}"
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Returns what was chosen for the run, as JSON can hold it."""
+        """Returns the configuration of the run as JSON values."""
         return {"model": self.model, "dataset": self.data or None, "epochs": self.epochs} | self.config.as_dict()
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
-    """Converts logs to numbers; a metric of several values (a score per class, say) to a list of them."""
+    """Converts logs to floats. A metric with several values, such as a score per class, becomes a list of floats."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in (logs or {}).items()}
     return {name: value if isinstance(value, list) else float(value) for name, value in values.items()}
 
 
 def warn(text: str) -> None:
-    """Prints a line that people must see, whatever --verbose says."""
+    """Prints a warning to stderr, whatever the value of --verbose."""
     print(f"warning: {redacted(addressed(text))}", file=sys.stderr, flush=True)
 
 
 def say(*lines: str) -> None:
-    """Prints lines of a training, which continues when the program that read them has ended, as `head -1` does."""
+    """Prints lines to stdout.
+
+    If the program that reads the output has ended (`head -1`, for example), the training continues without output.
+    """
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
@@ -73,13 +76,13 @@ def say(*lines: str) -> None:
 
 
 def drop_stdout() -> None:
-    """Lets all that is still printed go nowhere, by Python's own `print` as it ends, too."""
+    """Redirects stdout to /dev/null, so that later output (also at Python's exit) raises no error."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
-    """Returns lines of equally many texts as a table, in which the columns of these numbers are flush right."""
+    """Formats rows of texts as a table. The columns with the indices in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
         "  ".join(
@@ -91,9 +94,9 @@ def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
 
 
 def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -> str:
-    """Formats the first line of a run: backend, devices, model, batch, learning rate, precision.
+    """Formats the first line of a run: backend, devices, model, batch size, learning rate and precision.
 
-    With a schedule the rate is that of the next update: of a warm-up it may be 0.
+    With a schedule, the learning rate is the value for the next update. It may be 0 during warm-up.
     """
     of_schedule = "" if schedule == "constant" else f" now, by {schedule}"
     num_replicas = facts.config.num_replicas(facts.num_devices)
@@ -105,7 +108,10 @@ def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -
 
 
 def _precision(facts: Facts) -> str:
-    """Returns the precision; of float32 by default also that GPUs may multiply in TF32, as frameworks let them."""
+    """Returns the precision as text.
+
+    With the default precision, the text also says whether GPUs may use TF32.
+    """
     if facts.config.precision != "auto":
         return facts.config.precision
     is_exact = facts.device_kind != "gpu" or not facts.config.may_use_tf32
@@ -113,7 +119,7 @@ def _precision(facts: Facts) -> str:
 
 
 def resume_line(saved: dict[str, Any], *, is_over: bool) -> str:
-    """Formats the line of a run that is resumed from a checkpoint with this state."""
+    """Formats the line that says from which checkpoint a run resumes. `saved` is the state in the checkpoint."""
     backend, devices = saved["saved_by"]["backend"], saved["saved_by"]["devices"]
     origin = f"saved by {backend} on {devices} device{'' if devices == 1 else 's'}"
     if is_over:
@@ -133,11 +139,12 @@ def result(
     """Returns the content of report.json.
 
     Args:
-        facts: what was known before.
-        state: of the run. The first epoch, with compilation in it, is left out of medians where there are others.
-        update_rule: `optimizer`, `learning_rate` (of the first update) and `schedule`, by these names.
+        facts: description of the run.
+        state: state of the run. Medians leave out the first epoch, which includes compilation, if there are more
+            epochs.
+        update_rule: dictionary with `optimizer`, `learning_rate` (of the first update) and `schedule`.
         final: loss and metrics of the last epoch.
-        peak_memory_bytes: of the first process, or of its device that used most.
+        peak_memory_bytes: largest peak memory of the first process's devices; on the CPU, of this process.
     """
     config = facts.config
     return {
@@ -160,7 +167,7 @@ def result(
 
 
 def end_line(facts: Facts, result: dict[str, Any]) -> str:
-    """Formats the last line of a run: its result and speed."""
+    """Formats the last line of a run: its result and its speed."""
     final = result["final"]
     name = next((name for name in ("val_accuracy", "accuracy", "val_loss", "loss") if name in final), None)
     words = {"val_accuracy": "validation accuracy", "accuracy": "training accuracy", "val_loss": "validation loss"}

@@ -1,4 +1,4 @@
-"""Writes the files of a run into its workdir, and its numbers to experiment trackers."""
+"""Writes the files of a run into its workdir, and logs its values to experiment trackers."""
 
 import contextlib
 import csv
@@ -21,22 +21,22 @@ BACKEND_COLOURS = {"torch": "#e4572e", "jax": "#4c78a8", "tensorflow": "#f2a541"
 
 
 class RunFiles:
-    """Writes the files of a run into its workdir, and replaces those of an earlier run.
+    """Writes the files of a run into its workdir. Replaces the files of an earlier run.
 
-    Training does not need them: a full disk must not cost what was learned.
+    The training continues if a file cannot be written, for example because the disk is full.
 
     Attributes:
         history: the rows of history.csv.
     """
 
     def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
-        """With `last_step` and `history` the files of a resumed run are continued after that step."""
+        """Creates the files. With `last_step` and `history`, continues the files of a resumed run after this step."""
         self.workdir = workdir
         self.history = list(history or [])
         self._reported: set[str] = set()
         self._title = facts.title
         os.makedirs(workdir, exist_ok=True)
-        for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
+        for name in ("report.json", "history.csv", "curves.png"):  # an earlier result must not stay if the run fails
             with self._tolerated(name), contextlib.suppress(FileNotFoundError):
                 os.remove(self._path(name))
         self._write_json("config.json", facts.choices | {"versions": versions()})
@@ -44,27 +44,27 @@ class RunFiles:
             path = self._path("steps.jsonl")
             with open(f"{path}.tmp", "w") as file:
                 file.writelines(_lines_until(last_step, path))
-            os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
+            os.replace(f"{path}.tmp", path)  # a run that is killed here loses nothing
         self._trackers = Trackers(facts, workdir, last_step)
         if self.history:
             self._write_history()
 
     def add_step(self, step: int, epoch: int, loss: float, learning_rate: float, images_per_second: float) -> None:
-        """Writes a line of steps.jsonl; `step` and the epochs in the files count from 1, the argument from 0."""
+        """Adds a line to steps.jsonl. `step` counts from 1, `epoch` from 0; epochs in the file count from 1."""
         numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
-        # Opened each time: to a file that somebody has removed one would write for nobody.
+        # Opened each time, because another program may have removed the file.
         with self._tolerated("steps.jsonl"), open(self._path("steps.jsonl"), "a") as file:
             file.write(json.dumps({"step": step, "epoch": epoch + 1} | numbers) + "\n")
         self._trackers.add("step", step, numbers)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
-        """Writes a row of history.csv."""
+        """Adds a row to history.csv."""
         self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
         self._write_history()
         self._trackers.add("epoch", epoch + 1, logs)
 
     def _write_history(self) -> None:
-        # Rewritten each time: with validation_freq a column may first come in a later epoch.
+        # Rewritten each time, because validation_freq may add a column in a later epoch.
         names = list(dict.fromkeys(name for row in self.history for name in row))
         with self._tolerated("history.csv"), open(self._path("history.csv"), "w", newline="") as file:
             writer = csv.DictWriter(file, names)
@@ -76,7 +76,7 @@ class RunFiles:
         self._write_json("report.json", result)
 
     def close(self) -> None:
-        """Draws the curves and ends the trackers."""
+        """Draws the curves and closes the trackers."""
         with self._tolerated("curves.png"):
             draw_curves(self.history, self._path("curves.png"), self._title)
         self._trackers.close()
@@ -91,7 +91,7 @@ class RunFiles:
 
     @contextlib.contextmanager
     def _tolerated(self, name: str) -> Iterator[None]:
-        """Says once that a file cannot be written, and lets the training continue."""
+        """Catches errors of a file, so that the training continues. Warns once for each file."""
         try:
             yield
         except OSError as error:
@@ -101,7 +101,10 @@ class RunFiles:
 
 
 def _lines_until(last_step: int, path: str) -> list[str]:
-    """Returns the lines of steps.jsonl up to a step; a run that was killed may have left half of one."""
+    """Returns the lines of steps.jsonl up to a step.
+
+    Skips lines that cannot be parsed, since a killed run may leave half a line.
+    """
     kept = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
@@ -114,14 +117,14 @@ def _lines_until(last_step: int, path: str) -> list[str]:
 def make_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, grid: str = "both"
 ) -> tuple["Figure", list["Axes"]]:
-    """Makes an empty figure that is not pyplot's, so that the user's plots and display are left alone.
+    """Makes an empty Matplotlib figure without pyplot, so that it does not affect the user's plots and display.
 
     Args:
-        width: in inches.
-        height: in inches.
-        rows: of axes, one below the other, which share their x axis.
-        columns: of axes, side by side.
-        grid: along which axis: `"x"`, `"y"` or `"both"`.
+        width: width in inches.
+        height: height in inches.
+        rows: rows of axes. The axes of a column share their x axis.
+        columns: columns of axes.
+        grid: direction of the grid lines: `"x"`, `"y"` or `"both"`.
 
     Returns:
         The figure and its axes, row by row.
@@ -143,9 +146,9 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
     """Draws loss and accuracy by epoch.
 
     Args:
-        history: a dictionary per epoch, as the rows of history.csv.
-        path: of the PNG file.
-        title: says what was trained, where.
+        history: a dictionary for each epoch, as in history.csv.
+        path: path of the PNG file.
+        title: title of the picture.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -165,74 +168,77 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
     figure.savefig(path, dpi=120, format="png")
 
 
-# Adds the numbers of a step or an epoch to a tracker, and ends the run there.
+# Two functions of a tracker: one logs the values of a step or an epoch, the other ends the run.
 _Tracker = tuple[Callable[[str, int, dict[str, float]], None], Callable[[], None]]
 
 
 class Trackers:
-    """What `Config.tracker` asks for. One that fails is left out from then on: training does not need it."""
+    """Logs values to the experiment trackers that `Config.tracker` names.
+
+    A tracker that fails is not used any more, and the training continues.
+    """
 
     def __init__(self, facts: Facts, folder: str, last_step: int):
-        """Begins with all.
+        """Starts all trackers.
 
         Args:
-            facts: of the run.
-            folder: of the files of the run.
-            last_step: from which a run resumes; 0 for a new one.
+            facts: description of the run.
+            folder: folder with the files of the run.
+            last_step: step from which the run resumes; 0 for a new run.
 
         Raises:
-            UserError: if one cannot begin: nobody is logged in, its server does not answer.
+            UserError: if a tracker cannot start, for example without a login or a connection to its server.
         """
         self._trackers: dict[str, _Tracker] = {}
         path, known = os.path.join(folder, "trackers.json"), {}
-        if last_step and os.path.exists(path):  # under these the trackers know the run
+        if last_step and os.path.exists(path):  # the ids of the run in the trackers
             with open(path) as file:
                 known = json.load(file)
         for name in facts.config.trackers:
             try:
                 self._trackers[name], known[name] = _BEGIN[name](facts, folder, last_step, known.get(name))
             except Exception as error:
-                raise UserError(f"--tracker={name} cannot begin: {first_line(error)}") from error
+                raise UserError(f"--tracker={name} cannot start: {first_line(error)}") from error
         if known:
             with open(path, "w") as file:
                 json.dump(known, file)
 
     def add(self, kind: str, number: int, values: dict[str, float]) -> None:
-        """Adds numbers of a step or an epoch to all.
+        """Logs values of a step or an epoch to all trackers.
 
         Args:
             kind: `"step"` or `"epoch"`.
-            number: its number, from 1.
-            values: by name.
+            number: number of the step or epoch, from 1.
+            values: values by name.
         """
         self._of_each(lambda add, _: add(kind, number, values))
 
     def close(self) -> None:
-        """Ends the run in all."""
+        """Ends the run in all trackers."""
         self._of_each(lambda _, close: close())
 
     def _of_each(self, call: Callable[..., None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(*tracker)
-            except Exception as error:  # a server that is away, a full disk
+            except Exception as error:  # the server is not reachable or the disk is full, for example
                 del self._trackers[name]
                 warn(f"--tracker={name} has failed ({first_line(error)}); training continues without it")
 
 
-# W&B's own callback (0.31) needs TensorFlow, and MLflow's (3.18) a model that `fit` trains: a loop has none.
+# The callback of W&B (0.31) needs TensorFlow. The callback of MLflow (3.18) needs `fit`, not a custom loop.
 _PROJECT = "kerasdp"
 
 
 def _tensorboard(facts: Facts, folder: str, last_step: int, _: str | None) -> tuple[_Tracker, str]:
-    """Begins event files in the folder `tensorboard`, without TensorFlow."""
+    """Starts TensorBoard event files in the folder `tensorboard`. Does not need TensorFlow."""
     from tensorboardX import SummaryWriter
 
     path = os.path.join(folder, "tensorboard")
     events = SummaryWriter(path, purge_step=last_step + 1 if last_step else None)
 
     def add(kind: str, number: int, values: dict[str, float]) -> None:
-        # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
+        # The library writes in a thread. A full disk ends it; then its queue fills, and callers wait forever.
         # tensorboardX has no public name for that thread.
         if not events.file_writer.event_writer._worker.is_alive():
             raise OSError(f"cannot write into {path}")
@@ -247,7 +253,7 @@ def _tensorboard(facts: Facts, folder: str, last_step: int, _: str | None) -> tu
 
 
 def _wandb(facts: Facts, folder: str, _: int, known: str | None) -> tuple[_Tracker, str]:
-    """Begins a run of Weights & Biases, in the project kerasdp unless $WANDB_PROJECT names another."""
+    """Starts a run of Weights & Biases, in the project $WANDB_PROJECT, or `kerasdp` if it is not set."""
     import wandb
 
     place = {"project": os.environ.get("WANDB_PROJECT", _PROJECT), "dir": folder, "id": known, "resume": "allow"}
@@ -262,7 +268,7 @@ def _wandb(facts: Facts, folder: str, _: int, known: str | None) -> tuple[_Track
 
 
 def _mlflow(facts: Facts, _: str, __: int, known: str | None) -> tuple[_Tracker, str]:
-    """Begins a run of MLflow, in the experiment kerasdp, where $MLFLOW_TRACKING_URI says."""
+    """Starts an MLflow run in the experiment `kerasdp`, at the address in $MLFLOW_TRACKING_URI."""
     import mlflow
     from mlflow.entities import Param
 

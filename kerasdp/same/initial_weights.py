@@ -1,7 +1,7 @@
-"""Draws initial weights that depend on the seed and on a variable's place in the model, and on nothing else.
+"""Draws initial weights that depend only on the seed and on the variable's place in the model.
 
-Keras draws initial weights with its backend's random numbers, so the same seed gives different weights on each backend.
-Here they are drawn in NumPy, from the distribution of the layer's own initializer.
+Keras draws initial weights with the random generator of its backend, so one seed gives different weights on each
+backend. Here NumPy draws them, from the distribution of the layer's initializer.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from kerasdp.keras_compat.patches import current_step, replaced, step_with
 from kerasdp.keras_compat.random import creating_weights, fans_of, has_drawn_seed, seed_of
 from kerasdp.same import random as random_numbers
 
-# The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.
+# The standard deviation of a standard normal distribution that is truncated at two; Keras divides by it.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 # Keys of draws are `[seed, place]` for a weight and `[user's seed]`; these at the end keep all others apart.
@@ -26,7 +26,14 @@ _FUNCTION, _OUTSIDE, _UNSEEDED, _WITHIN, _GENERATOR, _DEFAULT_SEED = range(6)
 
 
 class _Weight(NamedTuple):
-    """A weight that is being drawn: by which initializer, with which key, and what numbers the draws within it."""
+    """Describes a weight that is being drawn.
+
+    Attributes:
+        initializer: draws the weight.
+        key: seeds the draw.
+        key_within: seeds draws of other initializers and of `keras.random` within this one.
+        indices: numbers these draws.
+    """
 
     initializer: Any
     key: list[int]
@@ -35,10 +42,10 @@ class _Weight(NamedTuple):
 
 
 class WeightNumbering:
-    """Numbers random weights and seed generators in the order in which they are made, from 0.
+    """Numbers random weights and seed generators in the order of their creation, from 0.
 
-    An initializer without a seed has, as in Keras, one seed for all weights that it draws: here that of the first. One
-    with a seed of its own keeps to it.
+    As in Keras, an initializer without a seed uses one seed for all its weights: here, the seed of its first weight. An
+    initializer with a seed keeps it.
 
     Args:
         seed: the run's seed.
@@ -49,16 +56,16 @@ class WeightNumbering:
         self.restart()
 
     def restart(self) -> None:
-        """Begins at 0 again, and forgets which initializer drew what."""
+        """Restarts the numbering at 0, and forgets the draws of all initializers."""
         self._indices = itertools.count()
-        # Not numbered with the weights: a model's weights do not depend on whether something else draws.
+        # Counted separately: a model's weights must not depend on draws of other code.
         self._counts = {kind: itertools.count() for kind in (_FUNCTION, _OUTSIDE, _UNSEEDED, _DEFAULT_SEED)}
-        # By `id`, with the object, so that no other gets its id.
+        # By `id`, together with the object: while it is alive, no other object gets its `id`.
         self._first_keys: dict[int, tuple[Any, list[int]]] = {}
         self._uses: dict[int, tuple[Any, Iterator[int]]] = {}
 
     def replace_initializer(self, initializer: Any, layer: keras.layers.Layer) -> Callable[..., Any]:
-        """Returns what draws a new weight of a layer."""
+        """Returns a function that draws a new weight of a layer."""
         if hasattr(initializer, "seed"):
             place = [self.seed, next(self._indices)]
             source = _copied_from(initializer, layer)
@@ -73,7 +80,7 @@ class WeightNumbering:
         within = _Weight(initializer, key, place, itertools.count())
 
         def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
-            # Drawn once more, as Keras does for a weight that is made in a trace, it is the same.
+            # Keras draws a weight that is made in a trace a second time: both draws must be the same.
             weight = within._replace(indices=itertools.count())
             with step_with(weight=weight), self.portable_draws(), replaced(initializer, **seed):
                 return initializer(shape, dtype=dtype)
@@ -81,26 +88,26 @@ class WeightNumbering:
         return draw_values
 
     def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
-        """Draws what one of Keras' random initializers is asked for, by `add_weight` or by anybody."""
+        """Draws for one of Keras' random initializers, which `add_weight` or any other code calls."""
         weight = current_step().weight
         if weight is None:
             key = self._key_of(initializer, self._next_key(_OUTSIDE))
         elif weight.initializer is initializer:
             key = weight.key
-        else:  # one that the weight's own initializer calls
+        else:  # called by the weight's initializer
             key = self._key_of(initializer, [*weight.key_within, next(weight.indices), _WITHIN])
         return keras.ops.convert_to_tensor(draw(initializer, tuple(shape), key).astype("float32"), dtype=dtype)
 
     def make_seed(self) -> int:
-        """Returns the seed of a `SeedGenerator` that was given none."""
+        """Returns the seed of a `SeedGenerator` that was created without one."""
         return _whole_number([self.seed, next(self._indices)])
 
     def make_default_seed(self) -> int:
-        """Returns a seed where Keras would take one from Python's `random`."""
+        """Returns a seed where Keras would draw one from Python's `random`."""
         return _whole_number(self._next_key(_DEFAULT_SEED))
 
     def portable_draws(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which `keras.random` draws portably, also for initializers that the user wrote."""
+        """Returns a context in which `keras.random` draws portably, also for user-defined initializers."""
         return random_numbers.portable_draws(random_numbers.INITIALIZER, unseeded=self._unseeded_words)
 
     def _unseeded_words(self) -> tuple[int, int]:
@@ -113,7 +120,7 @@ class WeightNumbering:
         return [self.seed, next(self._counts[kind]), kind]
 
     def _key_of(self, initializer: Any, place: list[int]) -> list[int]:
-        """Returns the key of an initializer's draw: of its own seed, else of the place where it drew first."""
+        """Returns the key of an initializer's draw: from its seed, else from the place of its first draw."""
         seed = seed_of(initializer)
         if isinstance(seed, keras.random.SeedGenerator):
             own = seed.get_config()["seed"]
@@ -128,14 +135,14 @@ class WeightNumbering:
 
 @contextlib.contextmanager
 def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[None]:
-    """Makes every random weight that is created, and the seed of every random layer, depend on `seed` alone.
+    """Makes all new random weights, and the seeds of all new random layers, depend on `seed` alone.
 
-    An initializer or a layer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
-    (a pretrained model) are not touched: only the first value of a new variable is drawn here.
+    As in Keras, an initializer or a layer with a seed keeps it. Weights that are loaded later (a pretrained model) do
+    not change: only the first value of a new variable is drawn here.
 
     Args:
         seed: the run's seed.
-        numbering: continues where it is. None: a new one.
+        numbering: continues this numbering. None: starts a new one.
     """
     numbering = WeightNumbering(seed) if numbering is None else numbering
     with creating_weights(numbering), numbering.portable_draws():
@@ -143,10 +150,10 @@ def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[No
 
 
 def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
-    """Returns the initializer of which a layer uses a copy, else the one that is given.
+    """Returns the initializer of which a layer uses a copy, else the given one.
 
-    `EinsumDense` of Keras 3.15 copies its own together with the seed that Keras has drawn for it, which then looks like
-    one that the user gave.
+    In Keras 3.15, `EinsumDense` copies its initializer together with the random seed that Keras drew for it. In the
+    copy, that seed looks like a seed from the user.
     """
     for other in vars(layer).values():
         if isinstance(other, type(initializer)) and has_drawn_seed(other) and other.seed == seed_of(initializer):
@@ -165,7 +172,7 @@ def _word(seed: int) -> int:
 def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray:
     """Draws from the distribution of a Keras initializer.
 
-    `numpy.random.RandomState` is used because NumPy promises never to change its streams (NEP 19).
+    It uses `numpy.random.RandomState`, because NumPy promises never to change its streams (NEP 19).
 
     Args:
         initializer: one of the random `keras.initializers`.
@@ -173,7 +180,7 @@ def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray
         key: whole numbers from 0 to 2**32 - 1 that seed the draw.
 
     Returns:
-        Float64 array of that shape.
+        A float64 array of that shape.
     """
     random = np.random.RandomState(key)
     kinds = keras.initializers
@@ -201,7 +208,7 @@ def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.rando
 
 
 def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    """Draws unit normal values, those beyond two deviations drawn again."""
+    """Draws standard normal values; values beyond two standard deviations are drawn again."""
     values = random.standard_normal(shape)
     while (outside := np.abs(values) > 2.0).any():
         values[outside] = random.standard_normal(int(outside.sum()))

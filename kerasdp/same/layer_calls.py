@@ -1,9 +1,9 @@
-"""Makes the calls of all layers: the one place where something is done before and after what a layer does itself.
+"""Runs the calls of all layers, with the work of kerasdp before and after the layer's code.
 
-Random layers draw portably; what a step records is noted. On several replicas, a layer that adds losses (`add_loss`),
-that assigns to a variable (a running maximum, a codebook), or mixes the rows, is called on all of them, as on one
-device: its arguments are gathered, and of its outputs the replica takes its own rows. Activity
-regularizers see the gathered outputs.
+Random layers draw portably, and the step's recorder gets each output. On several replicas, each replica calls a layer
+on its rows. Some layers need all rows: those that add losses (`add_loss`), assign to a variable (a running maximum, a
+codebook), or mix rows. Each replica calls these on the gathered global batch, and takes its own rows of the outputs.
+Activity regularizers get the gathered outputs.
 """
 
 import functools
@@ -27,13 +27,13 @@ Call = Callable[..., Any]
 
 
 def hook_layers() -> None:
-    """Lets this module make the calls of all layers, and take the losses that they add, from now on."""
+    """Makes this module run the calls of all layers and get their added losses, permanently."""
     hook_calls(_make_call)
     hook_add_loss(_take_added_loss)
 
 
 def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-    """Makes the call of a layer, or of another operation; `make`: what Keras does."""
+    """Calls a layer or another operation with `make`, Keras' method; explains errors of code for another framework."""
     try:
         return _make_known_call(make, layer, *args, **kwargs)
     except Exception as error:
@@ -42,8 +42,8 @@ def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any)
             raise
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"layer {layer.name} failed ({type(error).__name__}: {reason}). It refers to {other} in a run of "
-            f"{keras.backend.backend()}; use keras.ops, which is the same on every backend"
+            f"layer {layer.name} failed ({type(error).__name__}: {reason}). It uses {other}, but the backend is "
+            f"{keras.backend.backend()}; use keras.ops, which works on every backend"
         ) from error
 
 
@@ -55,7 +55,7 @@ def _function_of(layer: Any) -> Callable[..., Any]:
 
 
 def other_frameworks_of(function: Callable[..., Any]) -> str | None:
-    """Returns the names of frameworks, other than the backend, that a user-defined function refers to."""
+    """Returns the frameworks, other than the backend, that a user-defined function refers to; None without any."""
     function = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType) or function.__module__.startswith(("keras.", "kerasdp.")):
         return None
@@ -112,14 +112,14 @@ def _call_with_portable_draws(call: Call, layer: Any, *args: Any, **kwargs: Any)
 def _call_on_replica(
     call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a layer on this replica's rows; on all rows where what it gives, adds or keeps is of all of them."""
+    """Calls a layer on this replica's rows, or on all rows if its outputs, losses or variables need them."""
     layout: Any = context.row_layout
-    # A micro-batch knows no other rows; a user-defined step says itself where it wants all of them.
+    # A micro-batch has no other rows; a user-defined step gathers all rows itself where it needs them.
     if layout is None or context.is_micro_batch or context.is_custom_step:
         return call(*args, **kwargs)
     if context.is_trial:
         return layout.watch_call(call, layer, context, args, kwargs)
-    # Within a layer that is called on all rows there are no others.
+    # Layers within a layer that is called on all rows get all rows already.
     if not context.replicas or not layout.couples(layer):
         return call(*args, **kwargs)
 
@@ -137,15 +137,18 @@ def _call_on_replica(
     _, variables = layout.assigning.get(id(layer), (layer, []))
     for variable in variables:
         is_float = "float" in keras.backend.standardize_dtype(variable.dtype)
-        # Torch differentiates with what a trained weight is now.
+        # torch needs the present value of a trained weight for the gradient.
         if context.gather is not None and is_float and not variable.trainable:
-            # All replicas computed it, on GPUs with sums in any order.
+            # All replicas computed it, but GPUs may sum in any order: all take the value of the first one.
             variable.assign(context.gather(ops.stop_gradient(ops.convert_to_tensor(variable)))[0])
     return each(context.own_part, "outputs", outputs)
 
 
 def row_orders_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext, tensors: Any) -> list[Any]:
-    """Returns where the rows are in each leaf of a layer's arguments or outputs, its `kind`; None if nowhere."""
+    """Returns the `RowOrder` of each leaf of `tensors`, a layer's arguments or outputs; None for a leaf without rows.
+
+    `kind`: `"arguments"` or `"outputs"`.
+    """
     name = f"the call of layer {layer.name}"
     return [
         context.row_order((kind, id(layer)), leaf, name) if ops.is_tensor(leaf) else None
@@ -154,7 +157,7 @@ def row_orders_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext,
 
 
 def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) -> Any:
-    """Returns what Keras is to add for an activity regularizer, which sees the global batch, as on one device."""
+    """Returns the loss that Keras adds for an activity regularizer; it sees the global batch, as on one device."""
     order = context.row_order(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
     whole, rows = context.whole(output, order), output.shape[0]
     penalty = layer.activity_regularizer(whole) / whole.shape[0]  # by the samples, as Keras does
@@ -162,34 +165,39 @@ def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) ->
 
 
 def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, loss: Any) -> None:
-    """Gives what a layer adds to the running pass of a replica; to Keras where there is none, or one program for all.
+    """Handles a call of `add_loss` by a layer.
+
+    In the trial call on a few rows, it records the layer. In other calls it passes the loss to Keras, or to
+    `Step.adding` if the step collects losses.
 
     Args:
-        add_loss: what Keras does with it.
-        layer: that adds it.
+        add_loss: Keras' method.
+        layer: the layer that adds the loss.
         loss: scalar tensors.
+
+    Raises:
+        UserError: if the loss would be wrong on several replicas or with micro-batches.
     """
     context: ReplicaContext | None = current_step().replica
     if context is not None and context.rows is not None:
         layout = context.row_layout
-        if penalties := context.regularized.get(id(layer)):  # Keras adds what its activity regularizer gave
+        if penalties := context.regularized.get(id(layer)):  # Keras adds the loss of its activity regularizer
             loss = penalties.pop(0)
         elif context.is_micro_batch:
             raise UserError(
-                f"layer {layer.name} calls add_loss, with which it would count only one micro-batch: move that loss "
-                "into the model's loss, or train with --strategy=data and without --accumulate"
+                f"layer {layer.name} calls add_loss, which would count only one micro-batch; move that loss into the "
+                "model's loss, or train with --strategy=data and without --accumulate"
             )
         elif layout is not None and not context.is_custom_step:
-            # The call that can be repeated, also where that of the layer was called past Keras.
+            # The innermost layer whose call can be repeated: `layer` itself may have been called without Keras.
             adding = context.calling[-1] if context.calling else layer
             if context.is_trial:
                 layout.adding.setdefault(id(adding), adding)
                 return
             if id(adding) not in layout.adding:
                 raise UserError(
-                    f"layer {adding.name} adds a loss that it did not add when the model was first called, in "
-                    "training, on a few rows: let it add one in each call in training, zero maybe, or train on one "
-                    "device"
+                    f"layer {adding.name} calls add_loss now, but did not in the trial call before the first step; "
+                    "call it in each call with training=True (add 0.0 if there is no loss), or train on one device"
                 )
     add: Callable[[Any], None] = functools.partial(add_loss, layer)
     if (added := current_step().adding) is not None:
@@ -199,9 +207,9 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
 
 
 def _add_in_float32(add: Callable[[Any], None], loss: Any) -> None:
-    """Adds a loss in float16 or bfloat16 as float32, as which jax and torch add it to the model's own.
+    """Adds a float16 or bfloat16 loss as float32, the type in which jax and torch add it to the model's loss.
 
-    Keras (3.15) leaves penalties of activities in the type of the activities, and TensorFlow refuses to add the two.
+    Keras (3.15) keeps activity penalties in the type of the activities, and TensorFlow cannot add different types.
     """
 
     def cast(leaf: Any) -> Any:

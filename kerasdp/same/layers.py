@@ -1,6 +1,6 @@
 """Layers that compute the same on every backend and number of devices.
 
-A run uses them in place of the layers of Keras; see `kerasdp.portable`.
+A run uses them instead of the layers of Keras; see `kerasdp.portable`.
 
 Example:
     ```python
@@ -34,9 +34,10 @@ __all__ = ["BatchNormalization"]
 class BatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization` with the same statistics on every backend.
 
-    The statistics are taken over the global batch, or over the shard of each replica. With Keras alone that depends on
-    the backend: jax takes them over the global batch, torch and tensorflow over the shard of each replica (Keras 3.15
-    refuses `synchronized=True` on torch and jax). The arguments, the weights and the config are the same as in Keras.
+    The statistics are taken over the global batch, or over the shard of each replica. In Keras, the choice depends on
+    the backend: jax takes them over the global batch, torch and tensorflow over the shard of each replica. Keras 3.15
+    raises an error for `synchronized=True` on torch and jax. The arguments, the weights and the config are the same as
+    in Keras.
 
     Attributes:
         statistics: `"sync"`: over the global batch; gradients flow through the statistics. `"replica"`: over the shard
@@ -71,7 +72,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if context.is_trial:
             return super().call(inputs, training=False, mask=mask)
         context_of_inputs = context.of_tensor(order, inputs.shape[0])
-        # Where the rows are matters for the padding alone.
+        # The positions of the rows matter only for padding.
         if order is not RowOrder.LAST or context.num_rows == context.rows:
             return self._call(inputs, training, mask, context_of_inputs)
         inputs, mask = (None if each is None else order.rows_first(each, context.rows) for each in (inputs, mask))
@@ -84,7 +85,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         is_plain = training and self.trainable and mask is None and not self.renorm
         if is_plain and self._has_fused_kernel(context):
             return self._fused(inputs, context)
-        # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
+        # Keras' code is correct for a whole batch, but inaccurate on TensorFlow: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
         if as_keras or not (training and self.trainable):
             return super().call(inputs, training=training, mask=mask)
@@ -101,10 +102,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return ops.cast(outputs, self.compute_dtype)
 
     def _has_fused_kernel(self, context: replica_context.ReplicaContext | None) -> bool:
-        """Returns whether the backend has a fused kernel for these statistics; of Keras' own way XLA makes one."""
+        """Returns whether the backend has a fused kernel for these statistics; on jax, XLA fuses Keras' code."""
         if keras.backend.backend() == "jax":
             return False
-        # With statistics of each replica, its padding is hidden from them elsewhere.
+        # Statistics of a replica must not count its padding, which only the other code removes.
         return context is None or self.statistics == "sync" or _is_without_padding(context)
 
     def _fused(self, inputs: Any, context: replica_context.ReplicaContext | None) -> Any:
@@ -131,15 +132,15 @@ class BatchNormalization(keras.layers.BatchNormalization):
             variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 
     def _move_by_all(self, count: Any, mean: Any, squares: Any, context: replica_context.ReplicaContext) -> None:
-        """Moves the moving statistics by those of each replica, now or with what the step sums up."""
+        """Updates the moving statistics with the mean over the replicas, now or at the end of the pass."""
         sums = ops.stop_gradient(ops.stack([count, count * mean, squares]))
         if context.moving is not None:
             context.moving.append((self, sums))
-        elif context.gather is not None:  # in a user-defined step, which may read them
+        elif context.gather is not None:  # a user-defined step may read them
             move_together([(self, sums)], ops.reshape(ops.sum(context.gather(sums), axis=0), (-1,)))
 
     def _statistics(self, x: Any, mask: Any, context: replica_context.ReplicaContext | None) -> tuple[Any, Any]:
-        """Moves the moving statistics; returns mean and variance to normalize with, which broadcast with `x`."""
+        """Updates the moving statistics; returns mean and variance to normalize with, which broadcast with `x`."""
         weights = None if mask is None else ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x)), x.dtype)
         if context is None:
             count, mean, squares = self._sums(x, weights)
@@ -162,14 +163,17 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return self._along_channels(mean), self._along_channels(variance)
 
     def _statistics_of_each(self, x: Any, weights: Any, num_replicas: int) -> tuple[Any, Any]:
-        """Does as `_statistics` where one program has the rows of all replicas, and each its own statistics."""
+        """Does the same as `_statistics` in one program that has the rows of all replicas.
+
+        Each replica has separate statistics.
+        """
         rows = x.shape[0]
         size = replica_rows(rows, num_replicas)
         if missing := size * num_replicas - rows:
             widths = [(0, missing)] + [(0, 0)] * (len(x.shape) - 1)
             weights = ops.pad(ops.ones_like(x) if weights is None else weights, widths)
             x = ops.pad(x, widths)
-        # A new axis leaves each device its rows; slices would be moved between devices.
+        # With a new axis, each device keeps its rows; slices would move between devices.
         parts = tuple(
             None if each is None else ops.reshape(each, (num_replicas, size, *x.shape[1:])) for each in (x, weights)
         )
@@ -178,7 +182,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         self.move(ops.sum(counts * means, axis=0) / total, ops.sum(squares, axis=0) / total)
 
         def for_each_row(values: Any) -> Any:
-            """Repeats each replica's value for each of its rows."""
+            """Repeats the value of each replica for each of its rows."""
             shape = ops.shape(self._along_channels(values[0]))[1:]
             values = ops.reshape(values, (num_replicas, 1, *shape))
             values = ops.broadcast_to(values, (num_replicas, size, *shape))
@@ -187,7 +191,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return for_each_row(means), for_each_row(squares / ops.maximum(counts, 1.0))
 
     def _sums(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
-        """Returns count, mean, squared deviations per channel, each of shape `(channels,)`; zeros if `x` is empty."""
+        """Returns count, mean and sum of squared deviations per channel; zeros if `x` is empty.
+
+        Each has the shape `(channels,)`.
+        """
 
         def total(values: Any) -> Any:
             return self._sum(values if weights is None else weights * values)
@@ -200,17 +207,17 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return count, mean, total(ops.square(x - self._along_channels(mean)))
 
     def _count(self, x: Any, dtype: Any) -> Any:
-        """Returns how many numbers of `x` a channel has."""
+        """Returns the number of values of `x` in each channel."""
         count = ops.cast(1.0, dtype)
         for axis in self._reduction_axes:
             count = count * ops.cast(ops.shape(x)[axis], dtype)
         return count
 
     def _sum(self, x: Any) -> Any:
-        """Returns the sum per channel, taken over one axis after the other.
+        """Returns the sum per channel, one axis after the other.
 
-        TensorFlow (2.21, on the CPU) adds up all numbers of a sum one by one: over 61 images of 28x28 its variance is
-        wrong by 3e-4. In short sums the round-off does not pile up: 2e-7, in half the time.
+        TensorFlow (2.21, on the CPU) adds up the values of a sum one by one: over 61 images of 28x28, its variance is
+        wrong by 3e-4. Short sums accumulate less rounding error: 2e-7, in half the time.
         """
         for axis in sorted(self._reduction_axes, reverse=True):
             x = ops.sum(x, axis=axis)
@@ -228,13 +235,16 @@ def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
 
 
 def pack_moving(moving: list[tuple[Any, Any]]) -> Any:
-    """Packs what batch norms left in `ReplicaContext.moving` into one flat tensor, to be summed over the replicas."""
+    """Packs the entries of `ReplicaContext.moving` into one flat tensor, to be summed over the replicas."""
     dtype = keras.backend.result_type(*(sums.dtype for _, sums in moving))
     return ops.concatenate([ops.reshape(ops.cast(sums, dtype), (-1,)) for _, sums in moving])
 
 
 def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
-    """Moves the moving statistics of these layers; `packed`: the sum over the replicas of what `pack_moving` gave."""
+    """Updates the moving statistics of the layers in `moving`.
+
+    `packed`: the result of `pack_moving`, summed over the replicas.
+    """
     first = 0
     for layer, sums in moving:
         size = 3 * sums.shape[1]

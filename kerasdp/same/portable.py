@@ -41,7 +41,7 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
         The same model.
 
     Raises:
-        UserError: if the model is not built, or `batch_norm` is another word.
+        UserError: if the model is not built, or `batch_norm` has another value.
 
     Example:
         ```python
@@ -62,14 +62,14 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     unbuilt = [layer.name for layer in all_layers(model) if layer is not model and not layer.built]
     if unbuilt and not has_call(model):
         raise UserError(
-            f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them: "
-            "begin it with keras.Input, or call its build"
+            f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them; "
+            "start the layer with keras.Input, or call its build()"
         )
     hook_layers()
     for layer in all_layers(model):
         if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
             give_seed_generator(layer)
-        # A subclass may do anything in its `call`.
+        # A subclass that overrides `call` stays as it is.
         if type(layer) is keras.layers.BatchNormalization and "call" not in vars(layer):
             become(layer, layers.BatchNormalization)
         if _draws(layer):
@@ -79,37 +79,38 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     for layer in all_layers(model):
         if type(layer).__name__ in _NOT_PORTABLE and type(layer).__module__.startswith("keras."):
             warnings.warn(
-                f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
+                f"layer {layer.name}: {type(layer).__name__} differs between backends, and so will the training",
                 stacklevel=2,
             )
     return model
 
 
 def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers that are Keras' batch norm, or derive from it."""
+    """Returns the layers of a model that are Keras' batch norm or a subclass of it."""
     return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 def _draws(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer may draw random numbers, itself or through layers within it (an LSTM's cell)."""
+    """Returns whether a layer may draw random values, itself or through sublayers (such as an LSTM's cell)."""
     own = has_seed_generators(layer)
-    if isinstance(layer, keras.Model):  # its layers are looked at one by one
+    if isinstance(layer, keras.Model):  # `portable` checks its layers one by one
         return own
     return own or any(has_seed_generators(part) for part in all_layers(layer))
 
 
 @functools.cache
 def _draws_without_seed(kind: Any) -> bool:
-    """Returns whether the text of a class that has no seed generator, or of functions that its `call` uses, draws.
+    """Returns whether the source code of a layer class draws from `keras.random`, for classes without seed generator.
 
-    As drop path in `keras.applications` and in KerasHub (0.32). What is not found here is refused when it draws.
-    Initial weights, which `__init__` and `build` draw, are not meant.
+    It searches the class and the functions that its `call` uses, without `__init__` and `build`, which draw initial
+    weights. An example is drop path in `keras.applications` and in KerasHub (0.32). A layer that this search misses
+    raises an error when it draws.
     """
     names = getattr(getattr(kind.call, "__code__", None), "co_names", ())
     used = [vars(sys.modules.get(kind.__module__, kind)).get(name) for name in names]
     methods = [value for name, value in vars(kind).items() if name not in ("__init__", "build")]
     try:
         texts = [inspect.getsource(part) for part in (kind.call, *filter(inspect.isfunction, [*used, *methods]))]
-    except (OSError, TypeError):  # a class whose text is in no file
+    except (OSError, TypeError):  # a class without a source file
         return False
     return any(_A_DRAW.search(text) for text in texts)

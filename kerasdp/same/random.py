@@ -1,13 +1,13 @@
-"""Draws random numbers that are the same on every backend and device count: functions of seed, step and sample.
+"""Draws random values that are the same on every backend and device count, from the seed, the step and the sample.
 
-Keras draws with its backend's own generator, so that dropout differs from backend to backend, and every replica draws
-the same numbers for its shard of the batch. Here a counter-based generator is asked for "number `j` of sample `i`",
-where `i` is the sample's row in the GLOBAL batch: a replica that holds samples 32 to 63 draws what one device
-would draw for them.
+Keras draws with the random generator of its backend. So dropout differs between backends, and every replica draws the
+same values for its shard of the batch. Here a counter-based generator returns "value `j` of sample `i`", where `i` is
+the sample's row in the GLOBAL batch. A replica with samples 32 to 63 draws the values that one device would draw for
+them.
 
 The generator is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
-SC 2011, doi:10.1145/2063384.2063405), in the int32 operations that torch, JAX and TensorFlow share: they wrap
-around on all three, where unsigned ones are missing (torch 2.13: no shift of uint32).
+SC 2011, doi:10.1145/2063384.2063405). It uses int32 operations, which wrap around on torch, JAX and TensorFlow.
+Unsigned operations are missing (torch 2.13: no shift of uint32).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
     """Returns two words of random bits for each counter, by Threefry-2x32-20.
 
     Args:
-        key: two int32 tensors that broadcast with the counter: the bits of unsigned words.
+        key: two int32 tensors that broadcast with the counter; their bits are unsigned words.
         counter: two int32 tensors of one shape.
 
     Returns:
@@ -56,27 +56,27 @@ def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _rotate(word: Any, distance: int) -> Any:
-    # The right shift of a signed number fills up with its sign, which is cut away.
+    # The right shift of a signed number fills up with the sign bit, which the mask removes.
     right = ops.bitwise_and(ops.right_shift(word, 32 - distance), (1 << distance) - 1)
     return ops.bitwise_or(ops.left_shift(word, distance), right)
 
 
-# Makes numbers of a shape from two arrays of words, each of shape `(entries of axis 0, half of the numbers of an
-# entry)`, and what else it gets: values that can be hashed.
+# Makes values of a shape from two arrays of words, each of shape `(entries of axis 0, half of the values of an entry)`.
+# Its other arguments are hashable.
 Maker = Callable[..., Any]
 
 
-# Draws numbers of a shape from the key (a tensor of two whole numbers, or two int) and the index of the first entry of
+# Draws values of a shape from the key (a tensor of two integers, or two int) and the index of the first entry of
 # axis 0.
 Draw = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 def _by(make: Maker, *choices: Any) -> Draw:
-    """Returns what draws with a maker, one of those below, and what that gets.
+    """Returns a `Draw` that computes random words and passes them to `make`, together with `choices`.
 
-    On TensorFlow this is one compiled function, from the key to what is made of the words. Between functions and
-    operations words would be int32, which it (2.21) keeps in host memory on GPUs: of a mask all numbers would be made
-    there.
+    On TensorFlow this is one compiled function, from the key to the output of `make`. Otherwise the words would be
+    int32 tensors between operations, which TensorFlow (2.21) keeps in host memory on GPUs. Then a dropout mask would be
+    computed on the host.
     """
 
     def draw(shape: tuple[Any, ...], state: Any, first: Any) -> Any:
@@ -90,12 +90,12 @@ def _by(make: Maker, *choices: Any) -> Draw:
 
 @functools.cache
 def _compiled(make: Maker) -> Callable[..., Any]:
-    """Returns a function of its own for each maker: how it is compiled depends on shape and choices."""
+    """Returns a separate compiled function for each maker; its compilation depends on the shape and the choices."""
     return importlib.import_module("kerasdp.backends.tensorflow.xla").compiled(functools.partial(_drawn, make))
 
 
 def _drawn(make: Maker, state: Any, first: Any, shape: tuple[Any, ...], choices: tuple[Any, ...]) -> Any:
-    # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
+    # This also moves it to the device of the counters: the meta device, where Keras computes shapes with torch.
     state = ops.convert_to_tensor(ops.cast(state, "int32"), "int32")
     entries, numbers = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     row = ops.expand_dims(ops.arange(entries, dtype="int32"), 1) + first
@@ -105,37 +105,37 @@ def _drawn(make: Maker, state: Any, first: Any, shape: tuple[Any, ...], choices:
 
 
 def _words(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
-    """Returns a tensor of the shape, of two halves of the numbers of each entry."""
+    """Combines two halves of the words of each entry to a tensor of this shape."""
     return ops.reshape(ops.concatenate([x, y], axis=1)[:, : math.prod(shape[1:])], shape)
 
 
 def _mask(shape: tuple[Any, ...], x: Any, y: Any, dropped: int) -> Any:
-    """Returns bools: False with a probability of `dropped / 2**UNIFORM_BITS`."""
+    """Returns bools that are False with a probability of `dropped / 2**UNIFORM_BITS`."""
     return _upper_bits(_words(shape, x, y)) >= dropped
 
 
 def _uniform(shape: tuple[Any, ...], x: Any, y: Any, dtype: str) -> Any:
-    """Returns exact numbers in [0, 1), in float64 if what is made of them is to be float64, else in float32."""
+    """Returns exact values in [0, 1), in float64 if `dtype` is float64, else in float32."""
     return _in_unit_interval(_words(shape, x, y), dtype)
 
 
 def _two_uniforms(shape: tuple[Any, ...], x: Any, y: Any, dtype: str) -> tuple[Any, Any]:
-    """Returns two arrays as `_uniform` has them, of the words as they come: half of the numbers each."""
+    """Returns two arrays of values in [0, 1), as `_uniform`: one from the words `x`, one from the words `y`."""
     return _in_unit_interval(x, dtype), _in_unit_interval(y, dtype)
 
 
 def _whole(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
-    """Returns whole numbers from 0 to `2**31 - 1`."""
+    """Returns integers from 0 to `2**31 - 1`."""
     return ops.bitwise_and(_words(shape, x, y), 0x7FFFFFFF)
 
 
 def _integers(shape: tuple[Any, ...], x: Any, y: Any, low: int, high: int, dtype: str) -> Any:
-    """Returns whole numbers from `low` to `high - 1`."""
+    """Returns integers from `low` to `high - 1`."""
     return ops.cast(low + ops.mod(_whole(shape, x, y), high - low), dtype)
 
 
 def _upper_bits(drawn: Any) -> Any:
-    """Returns the upper 24 bits, as numbers from 0."""
+    """Returns the upper 24 bits of each word as an integer from 0."""
     return ops.bitwise_and(ops.right_shift(drawn, 32 - UNIFORM_BITS), (1 << UNIFORM_BITS) - 1)
 
 
@@ -148,13 +148,14 @@ def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
     """Draws random words for a tensor of a batch.
 
     Args:
-        shape: of the words. Those of a sample depend on its row in the global batch; where the rows are in the tensor
-            is known from `kerasdp.step.row_search`. In a tensor without rows, all replicas draw the same.
-        seed: a `keras.random.SeedGenerator`, which is advanced, or an int, or a pair of words.
-        tensor: that the words are for: its rows are on the same axis.
+        shape: the shape of the words. The words of a sample depend on its row in the global batch.
+            `kerasdp.step.row_search` finds where the tensor has the rows. For a tensor without rows, all replicas draw
+            the same words.
+        seed: a `keras.random.SeedGenerator`, which is advanced, an int, or a pair of words.
+        tensor: the words are for this tensor: its rows are on the same axis.
 
     Returns:
-        Int32 tensor of that shape; all 32 bits of each number are random.
+        An int32 tensor of that shape; all 32 bits of each value are random.
     """
     return _for_rows(_by(_words), shape, seed, tensor)
 
@@ -162,7 +163,7 @@ def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
 def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
     """Drops units, as `keras.random.dropout`. The mask is bit-equal everywhere; see `bits` for the seed.
 
-    `noise_shape`: None in it stands for the axis of the inputs.
+    `noise_shape`: None in it stands for the size of that axis of the inputs.
     """
     shape = list(ops.shape(inputs))
     for axis, size in enumerate(noise_shape or ()):
@@ -184,7 +185,10 @@ def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None,
 
 
 def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
-    """Draws as `keras.random.normal`, by Box and Muller (1958), equal up to round-off; see `bits` for the arguments."""
+    """Draws as `keras.random.normal`, by Box and Muller (1958); see `bits` for shape and seed.
+
+    The values are equal up to rounding on all backends.
+    """
 
     dtype = dtype or keras.config.floatx()
     halves = _by(_two_uniforms, keras.backend.standardize_dtype(dtype))
@@ -221,27 +225,33 @@ _NOT_PORTABLE = ("beta", "binomial", "categorical", "gamma", "shuffle")
 
 
 class _Drawing(NamedTuple):
-    """What draws: its name, the tensors it was called with, and what gives the words where no seed is given."""
+    """Describes the layer, loss or step that draws random values.
+
+    Attributes:
+        name: its name.
+        tensors: the tensors that it was called with.
+        unseeded: returns the words for a draw without a seed; None: see `portable_draws`.
+    """
 
     name: str
     tensors: list[Any]
     unseeded: Callable[[], Any] | None
 
 
-# User-defined code that is no layer with a seed generator.
+# The name of user-defined code other than a layer with a seed generator.
 UNNAMED = "a layer, loss or step"
-# That of `Runner.step`, while it is looked at.
+# The name of the function of `Runner.step` while its rows are being found.
 STEP = "the step"
 _UNNAMED = _Drawing(UNNAMED, [], None)
-# What draws before the steps, and in between. In a graph of TensorFlow's this is a function of `tf.data`, where Keras'
-# layers draw with TensorFlow on every backend: on tensorflow, too, it is left to them.
+# The names of code that draws before and between the steps. In a TensorFlow graph this is a function of `tf.data`.
+# There, Keras' layers draw with TensorFlow on every backend, and continue to do so.
 INITIALIZER, DATA = "an initializer", "the data"
 OF_DATA = (INITIALIZER, DATA)
 
 
 def _running_draw() -> _Drawing | None:
-    """Returns what draws now; None outside of a run."""
-    step = current_step()  # of a thread of TensorFlow's, for a replica, it may know nothing but that
+    """Returns the layer or step that draws now; None outside of a run."""
+    step = current_step()  # in a TensorFlow thread of a replica, it may have `replica` only
     drawing: _Drawing | None = step.drawing
     if drawing is not None and drawing.name in OF_DATA and step.weight is None and is_in_tensorflow_graph():
         return None
@@ -253,15 +263,15 @@ def portable_draws(
     inputs: Any = None,
     unseeded: Callable[[], Any] | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
+    """Returns a context in which this module draws for Keras' layers and `keras.random`.
 
-    What it does not know is drawn by the backend, with a warning.
+    The backend draws from distributions that this module does not have, with a warning.
 
     Args:
-        name: of what draws, for messages: "layer noise".
-        inputs: that the layer is called with; a structure of tensors, among others.
-        unseeded: gives two int32 to draw with where no seed is given. None: Keras' global generator does, outside of
-            layers.
+        name: the name of the layer or step that draws, for messages: "layer noise".
+        inputs: the arguments of the layer's call; a structure of tensors and other objects.
+        unseeded: returns two int32 words for a draw without a seed. None: outside of layers, Keras' global generator
+            does.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
     tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
@@ -274,20 +284,20 @@ def _portable_where_asked(kind: str, draw: Callable[..., Any], *args: Any, **kwa
         return _PORTABLE[kind](*args, **kwargs)
     if drawing is not None:
         warnings.warn(
-            f"{drawing.name} draws from keras.random.{kind}, which differs from backend to backend: so will the "
-            "training",
+            f"{drawing.name} draws from keras.random.{kind}, which differs between backends, and so will the training",
             stacklevel=3,
         )
     return draw(*args, **kwargs)
 
 
 def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
-    """Draws the numbers of this replica's rows.
+    """Draws the values of this replica's rows.
 
     Args:
-        numbers: draws them.
-        shape: of the numbers.
-        seed: see `bits`; so is `tensor`.
+        numbers: draws the values.
+        shape: the shape of the values.
+        seed: see `bits`.
+        tensor: see `bits`.
     """
     context = current()
     if context is None or context.rows is None or not shape:
@@ -298,7 +308,7 @@ def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = No
     size = shape[0]
     if order is RowOrder.FIRST:
         return numbers(shape, _state(seed), context.first_row * (size // context.rows))
-    # Rare: draws for the global batch, and takes this replica's rows.
+    # Rare: draws for the global batch, and selects this replica's rows.
     total_rows = context.total_rows or 0
     whole = (size // context.rows * total_rows, *shape[1:])
     indices = order.indices(size, context.rows, context.first_row, total_rows)
@@ -307,7 +317,7 @@ def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = No
 
 def _row_order(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowOrder | None:
     name, tensors, _ = _running_draw() or _UNNAMED
-    if tensor is None:  # what the layer was called with, if its shape is that of the draws
+    if tensor is None:  # an argument of the layer with the shape of the draws
         alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
         tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
     key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else f"{name}, {seed if type(seed) is int else None}"
@@ -315,20 +325,20 @@ def _row_order(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> 
 
 
 def _state(seed: Any) -> Any:
-    """Returns two words to draw with."""
+    """Returns two words of random bits to draw with."""
     drawing = _running_draw()
     words = drawing.unseeded if drawing is not None and seed is None else None
     is_known = drawing is not None and (is_in_layer_call() or drawing.name == STEP)
     if seed is None and words is None and drawing is not None and is_known:
         raise UserError(
-            f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
-            "and a resumed run: give it seed=keras.random.SeedGenerator(0), made with the layer, or do without it"
+            f"{drawing.name} draws from keras.random without a seed, so its values differ between backends, devices "
+            "and a resumed run; pass it seed=keras.random.SeedGenerator(0), created together with the layer"
         )
     kept = current_step().kept
     if kept is not None and isinstance(seed, keras.random.SeedGenerator) and id(seed.state) not in kept:
         raise UserError(
             f"{_UNNAMED.name if drawing is None else drawing.name} draws with a SeedGenerator that the model does not "
-            "hold, so that on jax each step would draw the same numbers: make it an attribute of the model"
+            "hold, so each step would draw the same values on jax; make it an attribute of the model"
         )
     return next_seed(seed) if words is None else words()
 
@@ -338,9 +348,9 @@ def _unit(shape: Any, seed: Any, dtype: Any) -> Any:
 
 
 def generators_of(objects: list[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Returns how to get and to set the states of the generators of Python and NumPy, and of those that objects hold.
+    """Returns functions that get and set the states of Python's and NumPy's random generators.
 
-    With torch also that of its CPU.
+    It includes the generators in attributes of `objects`, and with torch also PyTorch's CPU generator.
     """
     own = [value for each in objects for value in vars(each).values()]
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [

@@ -1,4 +1,4 @@
-"""Tells a layer which rows of the global batch its replica holds, and where a tensor has them; gathers those of all."""
+"""Describes the rows of the global batch that a replica holds, and gathers the rows of all replicas."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,9 @@ from kerasdp.keras_compat.patches import current_step, step_with
 
 
 class RowOrder(enum.Enum):
-    """How axis 0 of a tensor holds the rows of a batch, alone or folded with others: windows, tokens, views.
+    """The order of a batch's rows on axis 0, which may also hold several entries (windows, tokens, views) for each row.
 
-    `FIRST`: as `(rows, others)`, where the entries of a row are side by side. `LAST`: as `(others, rows)`, as in
+    `FIRST`: axis 0 is `(rows, others)`; the entries of a row are adjacent. `LAST`: axis 0 is `(others, rows)`, as in
     `concatenate([real, made])`.
     """
 
@@ -25,11 +25,11 @@ class RowOrder(enum.Enum):
     LAST = "last"
 
     def rows_first(self, tensor: Any, num_rows: int) -> Any:
-        """Puts the entries of each row side by side; `num_rows`: in the tensor."""
+        """Makes the entries of each row adjacent; `num_rows` is the number of rows in the tensor."""
         return self._refolded(tensor, tensor.shape[0] // num_rows, num_rows)
 
     def rows_back(self, tensor: Any, num_rows: int) -> Any:
-        """Undoes `rows_first`; there may be more or fewer rows by now."""
+        """Undoes `rows_first`; the number of rows may have changed in between."""
         return self._refolded(tensor, num_rows, tensor.shape[0] // num_rows)
 
     def _refolded(self, tensor: Any, outer: int, inner: int) -> Any:
@@ -41,16 +41,17 @@ class RowOrder(enum.Enum):
         return ops.reshape(ops.swapaxes(ops.reshape(tensor, (outer, inner, *shape)), 0, 1), (outer * inner, *shape))
 
     def indices(self, size: int, num_rows: int, first_row: Any, total_rows: int) -> Any:
-        """Returns where the entries of a shard are in the whole tensor; int32, shape `(size,)`.
+        """Returns the index in the full tensor of each entry of a shard; int32, of shape `(size,)`.
 
         Args:
-            size: of the shard's axis 0.
-            num_rows: in the shard. Some may be padding, beyond the end of the whole tensor: they get its last row.
-            first_row: of the shard, in the whole; may be a scalar tensor.
-            total_rows: in the whole.
+            size: the length of the shard's axis 0.
+            num_rows: the number of rows in the shard. Padding rows, beyond the end of the full tensor, get the indices
+                of its last row.
+            first_row: the index of the shard's first row in the full tensor; may be a scalar tensor.
+            total_rows: the number of rows in the full tensor.
 
         Returns:
-            A tensor; of numbers that are Python's an array.
+            A tensor; a NumPy array if `first_row` is an int.
         """
         from keras import ops
 
@@ -65,17 +66,17 @@ class RowOrder(enum.Enum):
 
 
 class RowLayout:
-    """Where the rows of a batch are in the tensors of a model, and which of its layers need the rows of all replicas.
+    """Records where each tensor of a model has the rows of a batch, and which layers need the rows of all replicas.
 
-    A tensor goes by what asks for it (a seed, a layer, the number of an output) and by how often that has asked in
-    this forward pass.
+    Two values identify a tensor: a key (a seed, a layer, the index of an output), and the number of earlier calls with
+    this key in the forward pass.
 
     Attributes:
         adding: the layers that add losses, by `id`.
-        assigning: the layers that assign to variables of the model, by `id`, each with these.
+        assigning: by `id` of a layer that assigns to variables of the model, the layer and these variables.
         mixing: the layers that mix the samples of a batch, by `id`.
-        checked: what was compared with the whole batch, with these: `"outputs"`, and `"loss"` of these.
-        outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
+        checked: the results that were compared with the results of an unsplit batch: `"outputs"`, `"loss"`.
+        outputs: `KerasTensor`s of the model's outputs in training; None if the model was not called.
     """
 
     def __init__(self) -> None:
@@ -87,80 +88,79 @@ class RowLayout:
         self.outputs: Any = None
 
     def couples(self, layer: Any) -> bool:
-        """Returns whether what a layer gives, adds or keeps depends on rows taken together."""
+        """Returns whether a layer's outputs, added losses or variables depend on several rows together."""
         return id(layer) in self.adding or id(layer) in self.mixing or self.keeps(layer)
 
     def keeps(self, layer: Any) -> bool:
-        """Returns whether a layer assigns to variables what may depend on the rows."""
+        """Returns whether a layer assigns values to variables that may depend on the rows."""
         import keras
 
-        # Spectral normalization assigns what depends on weights alone.
+        # The values that spectral normalization assigns depend on weights alone.
         return id(layer) in self.assigning and not isinstance(layer, keras.layers.SpectralNormalization)
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowOrder | None:
-        """Returns where the rows are in a tensor; None if nowhere: it is the same for all of them.
+        """Returns where a tensor has the rows; None if the tensor is the same for all rows.
 
         Args:
-            key: what asks; hashable.
-            number: of calls with this key before, in this forward pass.
-            shape: of the tensor.
-            tensor: with values of the rows in the same places; None if there is none.
+            key: identifies the caller; hashable.
+            number: the number of earlier calls with this key in this forward pass.
+            shape: the shape of the tensor.
+            tensor: a tensor with the rows at the same positions; None if there is none.
             name: for messages.
 
         Raises:
-            UserError: if that is not known.
+            UserError: if the positions of the rows are unknown.
         """
         known = self._known.get(key, [])
         if number < len(known):
             found = known[number]
-        elif len(set(known)) == 1:  # a layer that is computed again, for its gradient
+        elif len(set(known)) == 1:  # rematerialization computes a layer again
             found = known[0]
         else:
             found = (
-                f"works on a tensor of shape {shape} that it did not have when the model was first called on a few "
-                "rows, so it is not known where the rows of the batch are in it: call the same layers in each step of "
-                "training, or train on one device"
+                f"works on a tensor of shape {shape}, which it did not have in the trial call before the first step, "
+                "so kerasdp cannot find the samples of the batch in it; call the same layers in each training step, or "
+                "train on one device"
             )
         if isinstance(found, str):
             raise UserError(f"{name} {found}")
         return found
 
     def add(self, key: Any, found: RowOrder | str | None) -> None:
-        """Takes where the rows are, for the next call with this key, or in words why that is not known."""
+        """Records where a tensor has the rows, for the next call with this key; a string says why that is unknown."""
         self._known.setdefault(key, []).append(found)
 
     def can_call_with_all_rows(self, layer: Any) -> bool:
-        """Returns whether it is known where the rows are in what a layer gets and gives."""
+        """Returns whether the positions of the rows are known in a layer's arguments and outputs."""
         known = [found for kind in ("arguments", "outputs") for found in self._known.get((kind, id(layer)), [])]
         return bool(known) and not any(isinstance(found, str) for found in known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaContext:
-    """Which replica a forward pass belongs to, and which rows of the global batch it sees.
+    """Describes the replica of a forward pass, and the rows of the global batch that it sees.
 
     Args:
-        num_replicas: how many replicas work on the global batch.
-        num_rows: rows of this replica's input that are real, the rest is padding at the end; a number or a scalar
+        num_replicas: the number of replicas that share the global batch.
+        num_rows: the number of real rows in this replica's input, before the padding at its end; an int or a scalar
             tensor. None where a layer sees the whole global batch at once, without padding (jax).
-        rows: rows of this replica's input, padding included; None on jax.
-        first_row: index of this replica's first row in the global batch; may be a scalar tensor.
-        total_rows: of the global batch, without padding; None where a layer sees all of it.
-        replicas: the rows that all replicas have of the batch, or of the micro-batch; empty on jax.
-        row_layout: where the rows are in the tensors of the model. None: on axis 0 of all that has `rows` there.
-        is_trial: whether this is a call on a few rows that only finds something out: batch norm then takes its moving
-            statistics, for other rows' would tell nothing.
-        gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
+        rows: the number of rows in this replica's input, with padding; None on jax.
+        first_row: the index of this replica's first row in the global batch; may be a scalar tensor.
+        total_rows: the number of rows in the global batch, without padding; None where a layer sees all of them.
+        replicas: the rows that each replica has of the batch, or of the micro-batch; empty on jax.
+        row_layout: where tensors of the model have the rows. None: on axis 0 if its length is `rows`.
+        is_trial: whether this is the trial call on a few rows. Batch norm then uses its moving statistics.
+        gather: stacks a tensor of all replicas along a new first axis. It is differentiable: the gradient of a
             replica's tensor is the sum of its gradients on all replicas. None on jax.
-        weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
-        gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
-            whole micro-batch, without padding, that one program computes.
-        is_custom_step: whether this is a user-defined step, whose losses are its own affair.
-        is_micro_batch: whether these rows are some of a micro-batch: no layer sees more than that.
+        weight: the weight of this replica's gradients in their average over the replicas; the mean of all weights is 1.
+        gather_rows: gathers the rows of all replicas, without padding, as a tensor of the global batch. None on jax,
+            and if one program computes a whole micro-batch without padding.
+        is_custom_step: whether this is a user-defined step, which computes its losses itself.
+        is_micro_batch: whether these rows belong to a micro-batch: then no layer sees more rows than these.
         calling: the layers that are being called, the innermost one last.
-        regularized: by `id` of a layer that was just called, what Keras is to add for its activity regularizer.
-        moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
-            is over: the layer, and a tensor for `layers.move_together`. None: they gather it at once.
+        regularized: by `id` of a layer that was just called, the losses of its activity regularizer.
+        moving: collects the statistics of batch norms with `statistics="replica"`, to be summed over the replicas after
+            the pass: pairs of the layer and a tensor for `layers.move_together`. None: the layers gather them at once.
     """
 
     num_replicas: int
@@ -182,16 +182,16 @@ class ReplicaContext:
     _calls: dict[Any, int] = dataclasses.field(default_factory=dict)
 
     def row_order(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowOrder | None:
-        """Returns where the rows are in a tensor; None if nowhere: it is the same on all replicas.
+        """Returns where a tensor has the rows; None if the tensor is the same on all replicas.
 
         Args:
-            key: what asks; hashable. It is asked in the same order in each forward pass.
-            tensor: with the rows in the same places; may be None where `shape` is given.
+            key: identifies the caller; hashable. Calls with a key come in the same order in each forward pass.
+            tensor: a tensor with the rows at the same positions; may be None if `shape` is given.
             name: for messages.
-            shape: of the tensor in question. None: that of `tensor`.
+            shape: the shape of the tensor. None: the shape of `tensor`.
 
         Raises:
-            UserError: if it is not known.
+            UserError: if the positions of the rows are unknown.
         """
         if shape is None:
             shape = tuple(tensor.shape)
@@ -202,7 +202,7 @@ class ReplicaContext:
         return self.row_layout.find(key, number, shape, tensor, name)
 
     def of_whole(self) -> "ReplicaContext":
-        """Returns the context in which a layer of this pass is called on the global batch."""
+        """Returns the context for a layer that this pass calls on the global batch."""
         return dataclasses.replace(
             self,
             num_replicas=1,
@@ -216,7 +216,7 @@ class ReplicaContext:
         )
 
     def once_more(self) -> "ReplicaContext":
-        """Returns the context in which a layer is computed again: as it is now, and nothing comes into this one."""
+        """Returns a copy of this context to recompute a layer; the recomputation does not change this context."""
         return dataclasses.replace(
             self,
             calling=[*self.calling],
@@ -226,20 +226,20 @@ class ReplicaContext:
         )
 
     def of_tensor(self, order: RowOrder | None, num_rows: int) -> "ReplicaContext":
-        """Returns the context for a tensor with so many entries on axis 0, each row's together and in order."""
+        """Returns the context for a tensor with `num_rows` entries on axis 0; the entries of a row are adjacent."""
         is_padded = order is not None and self.num_rows != self.rows
         real = self.num_rows * (num_rows // cast(int, self.rows)) if is_padded else num_rows
         return dataclasses.replace(self, num_rows=real, rows=num_rows)
 
     def of_real_rows(self) -> "ReplicaContext":
-        """Returns the context of a step on the real rows alone; on one of padding where there is none."""
+        """Returns the context of a step without padding; a replica without real rows keeps one row of padding."""
         weight = self.num_rows * self.num_replicas / (self.total_rows or 1)
         rows = max(self.num_rows, 1)
         gather: Any = self.gather and functools.partial(cast(Any, self.gather), weight=weight)
         return dataclasses.replace(self, rows=rows, weight=weight, gather=gather, moving=None)
 
     def whole_outputs(self, outputs: Any) -> Any:
-        """Gathers a model's outputs of the global batch; a structure of tensors."""
+        """Gathers a model's outputs for the global batch; `outputs` is a structure of tensors."""
         import keras
 
         leaves = keras.tree.flatten(outputs)
@@ -247,13 +247,14 @@ class ReplicaContext:
         return keras.tree.pack_sequence_as(outputs, whole)
 
     def output_order(self, number: int, output: Any) -> RowOrder | None:
-        """Returns where the rows are in the model's output of that number."""
+        """Returns where the model's output with this index has the rows."""
         return self.row_order(("output", number), output, f"output {number} of the model")
 
     def rows_of_all(self, rows: Any) -> Any:
-        """Gathers rows, whose gradient is the sum of those that all replicas have for them.
+        """Gathers the rows of all replicas; the gradient of a row is the sum of its gradients on all replicas.
 
-        `rows`: a tensor with one or several entries a row on axis 0.
+        Args:
+            rows: a tensor with one or several entries for each row on axis 0.
         """
         import keras
         from keras import ops
@@ -264,19 +265,23 @@ class ReplicaContext:
         is_float = "float" in name
         if not is_float and self.gather_rows is None:
             return rows
-        # Of a replica with padding there are the real rows alone.
+        # A replica with padding passes only its real rows.
         missing = self.replicas[0].size * others - rows.shape[0]
         rows = ops.pad(rows, [[0, missing], *[[0, 0]] * (len(rows.shape) - 1)]) if missing else rows
         if not is_float:  # without a gradient
             return cast(Any, self.gather_rows)(rows)
-        wide = ops.cast(rows, keras.backend.result_type(name, "float32"))  # TensorFlow (2.21) sums no others on the CPU
+        wide = ops.cast(rows, keras.backend.result_type(name, "float32"))  # TensorFlow (2.21) sums only these on CPUs
         whole = ops.reshape(cast(Any, self.gather)(wide), (self.num_replicas * rows.shape[0], *rows.shape[1:]))
         return ops.cast(whole[: sum(each.num_rows for each in self.replicas) * others], name)
 
     def whole(self, tensor: Any, order: RowOrder | None, gather_rows: Callable[[Any], Any] | None = None) -> Any:
-        """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one.
+        """Gathers the tensor of the global batch from the replicas' shards, with its mask if it has one.
 
-        `gather_rows`: None: its gradient is right for a loss of the global batch, which each replica computes.
+        Args:
+            tensor: this replica's shard.
+            order: where it has the rows; None: the tensor is returned unchanged.
+            gather_rows: gathers the rows. None: the gradient is correct for a loss of the global batch that each
+                replica computes.
         """
         from kerasdp.keras_compat.layers import with_mask
 
@@ -308,21 +313,21 @@ class ReplicaContext:
 
 @contextlib.contextmanager
 def attributes_kept() -> Iterator[None]:
-    """Gives the layers that are being called the attributes back that they had.
+    """Restores the attributes of the layers that are being called, at the end of the context.
 
-    For where this replica waits while others, in threads of their own, call the same layers: some keep lists or tensors
-    of a call in attributes (keras-tcn 3.5 its skip connections).
+    For the time in which this replica waits: other replicas, in other threads, call the same layers. Some layers store
+    lists or tensors of a call in attributes, such as keras-tcn 3.5 its skip connections.
     """
     context = current()
     layers = () if context is None else tuple(context.calling)
     kept = [dict(vars(layer)) for layer in layers]
     yield
     for layer, attributes in zip(layers, kept):
-        vars(layer).update(attributes)  # past Keras, which would track them again
+        vars(layer).update(attributes)  # not `setattr`, with which Keras would track them again
 
 
 def alone(statistics: Any) -> Any:
-    """Returns a tensor as `ReplicaContext.gather` does where there is one replica."""
+    """Adds a first axis of length 1, as `ReplicaContext.gather` does for a single replica."""
     return statistics[None]
 
 
@@ -341,10 +346,10 @@ def use(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
 def all_rows(rows: Any) -> Any:
     """Returns the rows of the global batch on every device, in the order of the batch.
 
-    Use it in a user-defined `train_step`, in a function of `Runner.step` or in a layer: for a loss that compares each
-    sample with all others (a contrastive loss), and for a queue that keeps the rows of past batches. Each device may
-    compute the loss of all rows, or the loss of its own rows compared with all rows. The gradients are the same as on
-    one device in both cases.
+    Use it in a user-defined `train_step`, in a function of `Runner.step` or in a layer. One use is a loss that compares
+    each sample with all others (a contrastive loss). Another is a queue that keeps the rows of past batches. Each
+    device may compute the loss of all rows, or a loss that compares its rows with all rows. The gradients are the same
+    as on one device in both cases.
 
     It returns `rows` unchanged outside of a run, on one device, and with jax, which computes the global batch as one
     program.
@@ -383,15 +388,15 @@ def all_rows(rows: Any) -> Any:
         return rows
     if context.is_micro_batch:
         raise UserError(
-            "all_rows: a micro-batch does not know the rows of the others: train with --strategy=data and without "
-            "--accumulate"
+            "all_rows: not available with micro-batches, which do not have each other's rows; train with "
+            "--strategy=data and without --accumulate"
         )
     if context.num_replicas == 1:
         return rows
     if not len(rows.shape) or rows.shape[0] != context.rows:
         raise UserError(
             f"all_rows: expected a tensor whose axis 0 is the {context.rows} samples of this device. Received: shape "
-            f"{tuple(rows.shape)}; give it one entry a sample, each of several views by itself"
+            f"{tuple(rows.shape)}; pass one entry for each sample, and each of several views in a separate call"
         )
     return context.rows_of_all(rows)
 
@@ -400,10 +405,10 @@ def gather_shards(rows: Any, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]
     """Gathers the rows of all replicas, without padding.
 
     Args:
-        rows: of this replica, padding included, of shape `(size * others, ...)`.
-        own: which rows they are.
+        rows: this replica's rows, with padding, of shape `(size * others, ...)`, with `others` entries for each row.
+        own: describes these rows.
         replicas: see `Split.replicas`.
-        gather: concatenates equally many rows of all replicas.
+        gather: concatenates the same number of rows from each replica.
     """
     others = rows.shape[0] // own.size
     return gather(rows)[: sum(each.num_rows for each in replicas) * others]

@@ -1,1 +1,1 @@
-"""Trains models that do not fit on a device: shards of weights, rematerialization, pipelines."""
+"""Trains models that do not fit on one device: sharding, rematerialization, pipelines."""

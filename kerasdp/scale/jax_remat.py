@@ -1,4 +1,4 @@
-"""JAX: computes a layer once more in the backward pass: see `kerasdp.scale.remat`."""
+"""Recomputes a layer in the backward pass on JAX: see `kerasdp.scale.remat`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kerasdp.keras_compat.patches import current_step
 
 
 def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs."""
+    """Calls the layer of a `kerasdp.scale.remat.Block` with rematerialization; returns the layer's outputs."""
 
     def run(tensors: list[jax.Array]) -> list[jax.Array]:
         return block.run(tensors, [])
@@ -19,13 +19,13 @@ def rematerialized(block: Any) -> Any:
 
 
 def _with_own_gradient(run: Any) -> Any:
-    """Does what `jax.checkpoint` does, within another one whose policy keeps values.
+    """Does the work of `jax.checkpoint` within an outer checkpoint whose policy keeps values.
 
-    Of the inner one, JAX (0.10.2) would keep what the policy of the outer one keeps.
+    JAX (0.10.2) would apply the policy of the outer checkpoint to the inner one, and keep the inner values.
     """
 
     def call(tensors: list[jax.Array]) -> list[jax.Array]:
-        # Not by `jax.closure_convert`: of what the layer has from elsewhere it finds floats alone.
+        # Not by `jax.closure_convert`: among the values that the layer closes over, it finds only floats.
         closed = jax.make_jaxpr(run)(tensors)
 
         @jax.custom_vjp

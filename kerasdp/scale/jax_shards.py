@@ -1,6 +1,6 @@
-"""JAX: data parallelism in which each device holds its part of the optimizer's variables, or of all variables.
+"""Shards the optimizer's variables, or all variables, over the devices in data parallelism on JAX.
 
-XLA gathers a weight where a layer uses it, and gives each device its part of a gradient.
+XLA gathers a weight where a layer uses it, and leaves each device its shard of the gradient.
 """
 
 import dataclasses
@@ -24,22 +24,27 @@ if TYPE_CHECKING:
 
 
 class PartsLayout(Layout):
-    """The devices hold some variables in parts: see `Layout`."""
+    """Describes the shardings of a model's variables if the devices hold shards of some: see `Layout`."""
 
     def __init__(self, replicated: NamedSharding, what: str):
-        """`what`: see `Config.shard`."""
+        """Stores which variables are sharded.
+
+        Args:
+            replicated: the sharding of replicated tensors.
+            what: see `Config.shard`.
+        """
         super().__init__(replicated)
         self._what = what
 
     def part_of(self, shape: Sequence[int]) -> NamedSharding:
-        """Returns the sharding of a variable of this shape that is cut, if `cut_axis` cuts one."""
+        """Returns the sharding of a variable of this shape: along `cut_axis`, or replicated if no axis can be cut."""
         axis = cut_axis(shape, self.replicated.mesh.size)
         if axis is None:
             return self.replicated
         return NamedSharding(self.replicated.mesh, PartitionSpec(*[None] * axis, "batch"))
 
     def of_variables(self, model: "keras.Model", variables: "list[keras.Variable]") -> list[NamedSharding]:
-        """See `Layout`."""
+        """Returns the sharding of each variable: see `Layout`."""
         slots = {id(slot) for optimizer in optimizers_of(model) for slot in optimizer.variables}
         whole = super().of_variables(model, variables)
         return [
@@ -48,17 +53,17 @@ class PartsLayout(Layout):
         ]
 
     def cut(self, values: list[Any]) -> list[Any]:
-        """See `Layout`."""
+        """Shards gradients or new weights, so that each device computes only its shard: see `Layout`."""
         return [
             None if value is None else jax.lax.with_sharding_constraint(value, self.part_of(value.shape))
             for value in values
         ]
 
     def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """See `Layout`.
+        """Makes a function of weights gather the sharded weights: see `Layout`.
 
-        Each weight is gathered where it is used, and once more in the backward pass: none is kept in between. All else
-        is: `jax.checkpoint` would compute it twice.
+        Each weight is gathered where it is used, and again in the backward pass. It is not kept in between. All other
+        values are kept: otherwise `jax.checkpoint` would compute them twice.
         """
         if self._what != "weights":
             return function
@@ -77,10 +82,10 @@ class PartsLayout(Layout):
 
 
 def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Returns whether a value that `jax.checkpoint` asks for is kept for the backward pass: all but whole weights.
+    """Returns whether `jax.checkpoint` keeps a value for the backward pass: all values except gathered weights.
 
-    JAX (0.10.2) asks for the result of a function with a gradient of its own, before whatever name that gets
-    (`jax.ad_checkpoint.checkpoint_name`). So this one is known by what it does.
+    JAX (0.10.2) asks about the result of a function with a custom gradient before the result gets a name
+    (`jax.ad_checkpoint.checkpoint_name`). So the gathering function is recognized by its operation.
     """
     if primitive.name != "custom_vjp_call":
         return True
@@ -88,11 +93,11 @@ def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 class ShardedDataParallel(DataParallel):
-    """A replica of the model on each device, which holds some of its variables in parts."""
+    """Runs a replica of the model on each device, and shards some of its variables over the devices."""
 
     @functools.cached_property
     def _distribution(self) -> "keras.distribution.Distribution":
-        """See `DataParallel`."""
+        """Returns Keras' distribution of variables over the devices: see `DataParallel`."""
         import keras
 
         if self.config.shard != "weights":
@@ -100,9 +105,9 @@ class ShardedDataParallel(DataParallel):
         layout, names = PartsLayout(self.replicated, "weights"), self._device_names()
 
         class Parts(keras.distribution.DataParallel):
-            """Cuts variables by `cut_axis`."""
+            """Shards variables along `cut_axis`."""
 
-            # The slots of a weight do not come here: Keras (3.15) gives them the layout of their weight.
+            # Optimizer slots do not come here: Keras (3.15) gives them the layout of their weight.
             def get_variable_layout(self, variable: Any) -> Any:
                 spec = layout.part_of(variable.shape).spec
                 axes = [*spec, *[None] * (len(variable.shape) - len(spec))]
@@ -111,27 +116,30 @@ class ShardedDataParallel(DataParallel):
         return Parts(devices=names, auto_shard_dataset=False)
 
     def layout(self) -> Layout:
-        """See `DataParallel`."""
+        """Returns the shardings of a model's variables: see `DataParallel`."""
         return PartsLayout(self.replicated, self.config.shard)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """See `Strategy`."""
+        """Returns the step functions, and describes how many bytes a device holds: see `Strategy`."""
         held = held_in_words(model, self.config.shard, len(self.devices))
         return dataclasses.replace(super().step_functions(model, run_state), description=held)
 
     def gather_variables(self, model: "keras.Model") -> None:
-        """Gives each process the whole of what the devices of several hosts hold in parts: it could read no other."""
+        """Gathers, in each process, variables whose shards are on several hosts.
+
+        A process cannot read shards on other hosts.
+        """
         from kerasdp.keras_compat.layers import set_raw_values
 
         variables = variables_of_own_step(model)
         set_raw_values(variables, map(self._readable, variables))
 
     def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """See `Strategy`."""
+        """Calls `take` on the whole value of each variable, and returns the results: see `Strategy`."""
         return [take(whole) if take else None for whole in map(self._readable, variables)]
 
     def _readable(self, variable: "keras.Variable") -> jax.Array:
-        """Returns a variable's value, whole on each device if parts of it are on other hosts."""
+        """Returns a variable's value; gathers it on each device if some shards are on other hosts."""
         value = variable.value
         is_here = value.is_fully_addressable or value.is_fully_replicated
         return value if is_here else jax.device_put(value, self.replicated)

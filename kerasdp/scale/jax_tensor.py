@@ -1,8 +1,8 @@
-"""JAX: tensor parallelism. Each device holds a shard of every layer's output channels, and sees the whole batch.
+"""Implements tensor parallelism on JAX: each device holds a shard of every layer's output channels.
 
-`keras.distribution.ModelParallel` says where variables are; XLA splits the one program accordingly, and adds the
-collectives (GSPMD: Xu et al. 2021, arXiv:2105.04663). So the loss and the metrics are those of one
-device, whatever they are.
+Each device sees the whole batch. `keras.distribution.ModelParallel` sets the shardings of the variables. XLA splits the
+program accordingly, and adds the collectives (GSPMD: Xu et al. 2021, arXiv:2105.04663). So any loss and any metric has
+the same value as on one device.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from kerasdp.step.replica import all_variables
 if TYPE_CHECKING:
     import keras
 
-# How Keras' layers name the variables whose last axis counts what a layer gives, or what its kernel makes of that:
-# kernel, recurrent_kernel, pointwise_kernel, ...
+# Endings of the names of Keras' variables whose last axis counts the outputs of a layer or of its kernel: kernel,
+# recurrent_kernel, pointwise_kernel, ...
 _CUT = ("kernel", "embeddings", "bias", "gamma", "beta", "moving_mean", "moving_variance")
 
 
 class TensorParallel(ShardedDataParallel):
-    """One model on all devices: one program, as with `DataParallel`, whose variables and batches lie otherwise."""
+    """Runs one model as one program on all devices, with sharded variables and the whole batch on each device."""
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
@@ -37,16 +37,16 @@ class TensorParallel(ShardedDataParallel):
 
     @functools.cached_property
     def _distribution(self) -> "keras.distribution.Distribution":
-        """Keras' distribution of variables over the devices."""
+        """Returns Keras' distribution of variables over the devices."""
         import keras
 
         names = self._device_names()
 
         class LastAxes(keras.distribution.ModelParallel):
-            """Cuts the last axis of kernels, and of the vectors along it, where it divides by the devices."""
+            """Shards the last axis of kernels, and of vectors along it, if its size divides by the device count."""
 
-            # A LayoutMap alone cannot say that (Keras 3.15): it knows a variable by its path, not by its shape.
-            # The slots of a weight do not come here: Keras gives them the layout of their weight.
+            # A LayoutMap cannot express this (Keras 3.15): it finds a variable by its path, not by its shape.
+            # Optimizer slots do not come here: Keras gives them the layout of their weight.
             def get_variable_layout(self, variable: Any) -> Any:
                 shape = variable.shape
                 if not variable.name.endswith(_CUT) or not shape or shape[-1] % len(names):
@@ -58,20 +58,20 @@ class TensorParallel(ShardedDataParallel):
         return LastAxes(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch", auto_shard_dataset=False)
 
     def layout(self) -> Layout:
-        """See `DataParallel`. Variables stay as Keras distributes them."""
+        """Returns the shardings of variables, as Keras distributes them: see `DataParallel`."""
         return Layout(self.replicated)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes jitted train, test and predict functions, split by XLA as the variables are.
+        """Returns jitted train, test and predict functions, which XLA splits as the variables are sharded.
 
         Raises:
-            UserError: if no weight can be cut, so that each device would do all of the work.
+            UserError: if no weight can be sharded, so that each device would do all of the work.
         """
         num_devices, cut = len(self.devices), _cut_weights(model)
         if num_devices > 1 and not cut:
             raise UserError(
-                f"--strategy=tensor: expected kernels whose last axes divide by the {num_devices} devices; "
-                f"{model.name} has none, so each device would do all of the work: use fewer --gpus, or --strategy=data"
+                f"--strategy=tensor: expected kernels whose last axis divides by the {num_devices} devices. Received: "
+                f"none in {model.name}, so each device would do all of the work; use fewer --gpus, or --strategy=data"
             )
         values = [variable.value for variable in all_variables(model)]
         held = sum(value.addressable_shards[0].data.nbytes for value in values)

@@ -72,7 +72,7 @@ class Stage:
         Returns:
             A list of tensors.
         """
-        # Keras takes a list of one tensor, but gives the tensor.
+        # Keras takes a list of one tensor, but returns the tensor.
         return keras.tree.flatten(self.model(inputs, training=training))
 
 
@@ -80,8 +80,8 @@ def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None =
     """Cuts a model into stages.
 
     A cut may be between any two layers. Several tensors may cross it, and a tensor may pass through a stage that does
-    not use it. A cut is refused if a layer with weights is used on both sides of it, or if a tensor with a mask crosses
-    it. A model within the model is one layer.
+    not use it. A cut raises an error if a layer with weights is used on both sides, or if a tensor with a mask crosses
+    it. A nested model is one layer.
 
     Args:
         model: a built functional or Sequential model.
@@ -113,7 +113,7 @@ def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None =
     else:
         places = [graph.place_after(name) for name in cut_at]
         if places != sorted(set(places)):
-            raise UserError(f"--cut_at: expected layers in the order of their work. Received: {', '.join(cut_at)}")
+            raise UserError(f"--cut_at: expected layers in the order of their calls. Received: {', '.join(cut_at)}")
     bounds = [0, *places, len(graph.calls)]
     total = sum(costs) or 1.0
     return [
@@ -154,7 +154,7 @@ def table(stages: list[Stage]) -> str:
 
 
 def functional(model: keras.Model) -> keras.Model:
-    """Returns the model, or the functional one in a Sequential.
+    """Returns the model if it is functional, or the functional model within a Sequential model.
 
     Raises:
         UserError: if it is neither.
@@ -162,18 +162,20 @@ def functional(model: keras.Model) -> keras.Model:
     known = as_functional(model)
     if known is None:
         raise UserError(
-            "a pipeline needs a model whose layers are known: functional, or Sequential with an Input. Received: "
+            "a pipeline: expected a functional model, or a Sequential model with an Input. Received: "
             f"{type(model).__name__} {model.name!r}"
         )
     return known
 
 
 class Graph:
-    """The calls of a functional model's layers in an order in which they can be made.
+    """Lists the calls of a functional model's layers, in an order in which they can be made.
+
+    A place is a possible cut. It is the number of calls before the cut.
 
     Attributes:
-        calls: in that order.
-        names: of the layers that are called.
+        calls: the calls in that order.
+        names: the names of the called layers.
     """
 
     def __init__(self, model: keras.Model):
@@ -181,20 +183,20 @@ class Graph:
         self.names = [call.operation.name for call in self.calls]
 
     def crossing(self, place: int) -> list[Any]:
-        """Returns the tensors that are made before a place, and used after it."""
+        """Returns the tensors that are computed before a place and used after it."""
         made = [*self._model.inputs, *(tensor for call in self.calls[:place] for tensor in call.outputs)]
         used = {id(tensor) for call in self.calls[place:] for tensor in call.input_tensors}
         return [tensor for tensor in made if id(tensor) in used.union(map(id, self._model.outputs))]
 
     def num_bytes(self, place: int) -> int:
-        """Returns the bytes of the tensors that cross a place, for a sample."""
+        """Returns the bytes of the tensors that cross a place, for one sample."""
         return sum(
             int(np.prod([size or 1 for size in tensor.shape[1:]])) * bytes_of_number(tensor.dtype)
             for tensor in self.crossing(place)
         )
 
     def why_not(self, place: int) -> str:
-        """Returns why the model cannot be cut at a place; empty if it can."""
+        """Returns the reason why the model cannot be cut at a place; empty if it can."""
 
         def holders(made: list[Any]) -> dict[int, str]:
             operations = [call.operation for call in made]
@@ -204,27 +206,27 @@ class Graph:
         for variable in before.keys() & after.keys():
             if before[variable] == after[variable]:
                 return f"layer {before[variable]} has weights and is used on both sides"
-            return f"layers {before[variable]} and {after[variable]}, on both sides, share weights"
+            return f"layers {before[variable]} and {after[variable]} share weights, and are on different sides"
         if any(map(has_mask, self.crossing(place))):
-            return "a tensor with a mask would cross it, and lose the mask"
+            return "a tensor with a mask would cross the cut and lose its mask"
         return ""
 
     def places(self) -> list[int]:
-        """Returns where the model can be cut: after how many calls."""
+        """Returns the places where the model can be cut."""
         return [place for place in range(1, len(self.calls)) if not self.why_not(place)]
 
     def place_after(self, name: str) -> int:
-        """Returns the place after the last call of a layer."""
+        """Returns the place after the last call of the named layer."""
         if name not in self.names:
-            raise UserError(f"--cut_at: expected names of layers. Received: {name!r}; they are {', '.join(self.names)}")
+            raise UserError(f"--cut_at: expected names of layers. Received: {name!r}; known: {', '.join(self.names)}")
         place = len(self.names) - self.names[::-1].index(name)
-        reason = "nothing would be left after it" if place == len(self.names) else self.why_not(place)
+        reason = "no layer comes after it" if place == len(self.names) else self.why_not(place)
         if reason:
             raise UserError(f"--cut_at: the model cannot be cut after {name}: {reason}")
         return place
 
     def stage(self, start: int, end: int, name: str) -> keras.Model:
-        """Builds a model of the calls from one place to another, by calling the layers again on new inputs."""
+        """Builds a model of the calls between two places, by calling the layers again on new inputs."""
         incoming = self._model.inputs if start == 0 else self.crossing(start)
         outgoing = self._model.outputs if end == len(self.calls) else self.crossing(end)
         known = {id(tensor): keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in incoming}
@@ -235,11 +237,11 @@ class Graph:
         return keras.Model(inputs, [known[id(tensor)] for tensor in outgoing], name=name)
 
     def costs(self) -> list[float]:
-        """Returns the cost of each call: numbers in its weights."""
+        """Returns the cost of each call: the number of elements in its weights."""
         counted: set[int] = set()
         costs = []
         for operation in (call.operation for call in self.calls):
-            # Weights of a layer that is called twice are there once.
+            # The weights of a layer that is called twice count once.
             weights = [] if id(operation) in counted else getattr(operation, "weights", [])
             costs.append(float(sum(int(np.prod(weight.shape)) for weight in weights)))
             counted.add(id(operation))
@@ -247,11 +249,11 @@ class Graph:
 
 
 def _balanced(graph: Graph, costs: list[float], num_stages: int) -> list[int]:
-    """Finds the places that come nearest to equal shares of the cost; of equally near ones, that with fewest bytes."""
+    """Returns the places nearest to equal shares of the cost; of equally near places, the one with the fewest bytes."""
     places = graph.places()
     if num_stages < 1 or num_stages - 1 > len(places):
         raise UserError(
-            f"--gpus: expected from 1 to {len(places) + 1}, the most stages that this model has (a model within it is "
+            f"--gpus: expected from 1 to {len(places) + 1}, the most stages that this model has (a nested model is "
             f"one layer). Received: {num_stages}"
         )
     done = np.cumsum(costs) / (sum(costs) or 1.0)
@@ -259,7 +261,10 @@ def _balanced(graph: Graph, costs: list[float], num_stages: int) -> list[int]:
     for number in range(1, num_stages):
 
         def rank(place: int, share: float = number / num_stages) -> tuple[float, int]:
-            """Returns how far a place is from a share, in hundredths: what is nearly equal is equal."""
+            """Returns the distance of a place from a share, and the bytes that cross it.
+
+            The distance is rounded to hundredths, so that nearly equal distances are equal.
+            """
             return round(abs(float(done[place - 1]) - share), 2), graph.num_bytes(place)
 
         left = [place for place in places if place > max(found, default=0)]
@@ -269,28 +274,28 @@ def _balanced(graph: Graph, costs: list[float], num_stages: int) -> list[int]:
 
 
 def stages_of(model: keras.Model, config: Config, num_devices: int) -> list[Stage]:
-    """Cuts a built model as a run's choices say.
+    """Cuts a built model into stages, as the configuration of the run asks for.
 
     Raises:
-        UserError: if that cannot be done.
+        UserError: if the model cannot be cut this way.
     """
     _check(model)
     refuse_next_values(model, "a pipeline", "use --strategy=data")
     inner = inner_optimizer(getattr(model, "optimizer", None))
     if inner and inner.global_clipnorm and inner.gradient_accumulation_steps:
         raise UserError(
-            "a pipeline clips the gradients of each step, and would not clip what gradient_accumulation_steps has "
-            "accumulated; use a larger --batch_size instead, or clipnorm"
+            "a pipeline cannot use global_clipnorm with gradient_accumulation_steps: it would clip the gradients of "
+            "each step, not the accumulated gradients; use clipnorm, or a larger --batch_size without accumulation"
         )
     cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
     stages = split(model, num_devices, cut_at=cut_at)
     if any(has_mask(tensor) for tensor in stages[-1].model.outputs):
-        raise UserError(f"a pipeline: the outputs of {model.name} carry a mask, which its micro-batches would lose")
+        raise UserError(f"a pipeline: outputs of {model.name} carry a mask, which it would lose; use --strategy=data")
     return stages
 
 
 def flat_inputs(model: keras.Model, inputs: Any) -> list[Any]:
-    """Returns the inputs of the first stage of a functional model, in its order, from what `fit` takes."""
+    """Flattens the inputs that `fit` takes into the list of inputs of a functional model's first stage."""
     structure = inputs_structure(model)
     if isinstance(inputs, dict) and isinstance(structure, dict):
         inputs = {name: inputs[name] for name in structure}
@@ -300,7 +305,7 @@ def flat_inputs(model: keras.Model, inputs: Any) -> list[Any]:
 
 
 def packed_outputs(model: keras.Model, outputs: list[Any]) -> Any:
-    """Returns what a functional model returns, from what its last stage returns."""
+    """Packs the outputs of the last stage into the structure that the functional model returns."""
     packed = keras.tree.pack_sequence_as(outputs_structure(model), outputs)
     return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed  # as Keras does
 
@@ -309,19 +314,19 @@ def _check(model: keras.Model) -> None:
     for layer in all_layers(model):
         if layer.activity_regularizer is not None:
             raise UserError(
-                f"a pipeline: layer {layer.name} has an activity regularizer, which looks at the whole batch; use "
+                f"a pipeline: layer {layer.name} has an activity regularizer, which needs the whole batch; use "
                 "--strategy=data"
             )
     for tensor in functional(model).inputs:
         if None in tensor.shape[1:]:
             raise UserError(
                 f"a pipeline: expected inputs of known shape. Received: {tensor.name} with {tuple(tensor.shape)}; give "
-                "keras.Input all sizes but that of the batch"
+                "keras.Input every size except the batch size"
             )
     names = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
     own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
     if own:
         raise UserError(
-            f"a pipeline calls the layers of a model directly, and so never calls the {own[0]} of "
+            f"a pipeline calls the layers of a model directly, so it never calls {own[0]} of "
             f"{type(model).__name__}; use --strategy=data"
         )

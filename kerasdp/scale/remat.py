@@ -1,8 +1,8 @@
-"""Computes layers once more in the backward pass, instead of keeping what they compute: rematerialization, exactly.
+"""Recomputes layers in the backward pass, with the same results, instead of keeping them (rematerialization).
 
-The recomputation sees what the call saw: arguments with their masks, the values that variables had, whether Keras is in
-training, which rows a replica has. So it draws the same random numbers. What it assigns to variables, and adds to the
-loss, is dropped: the call did that.
+The recomputation sees the same state as the call: arguments with their masks, values of variables, Keras' training
+flag, and the rows of the replica. So it draws the same random numbers. The values that it assigns to variables or adds
+to the loss are dropped, because the call has already assigned and added them.
 """
 
 import importlib
@@ -32,14 +32,15 @@ Values = list[tuple[keras.Variable, Tensor]]
 
 
 def call_for_remat(call: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-    """Makes the call of a layer, to be computed once more in the backward pass.
+    """Calls a layer so that the backward pass recomputes it.
 
-    Not within such a call, nor in trials, nor where each layer's outputs are recorded.
+    The layer is called normally within another such call, in trials, and where the outputs of each layer are recorded.
 
     Args:
-        call: what Keras does.
-        layer: that is called.
-        args: of the call; so are `kwargs`.
+        call: the call that Keras makes.
+        layer: the layer to call.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     step = current_step()
     is_trial = step.replica is not None and step.replica.is_trial
@@ -52,14 +53,14 @@ def call_for_remat(call: Call, layer: keras.layers.Layer, *args: Any, **kwargs: 
 
 
 def rematerialize_in(model: keras.Model, what: str) -> None:
-    """Lets layers of a model be computed once more in the backward pass.
+    """Makes the backward pass recompute the chosen layers of a model.
 
     Args:
-        model: built.
+        model: a built model.
         what: see `Config.remat`.
 
     Raises:
-        UserError: if there are none.
+        UserError: if `what` matches no layer.
     """
     for layer in chosen_layers(model, what):
         set_call(layer, call_for_remat)
@@ -71,8 +72,8 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
         chosen = blocks_of(model)
         if not chosen:
             raise UserError(
-                f"--remat=blocks: {model.name} has no layer that holds others with weights; name layers by a pattern, "
-                "as --remat='dense*'"
+                f"--remat=blocks: {model.name} has no layer that contains layers with weights; name layers by a "
+                "pattern, as --remat='dense*'"
             )
         return chosen
     patterns = [pattern.strip() for pattern in what.split(",")]
@@ -89,9 +90,9 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
 
 
 def blocks_of(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers of a model, and of models within it, that hold layers with weights.
+    """Returns the layers of a model, and of nested models, that contain layers with weights.
 
-    A model within it that has no such layers is one itself.
+    A nested model is itself a block if none of its layers contains layers with weights.
     """
     found: dict[int, keras.layers.Layer] = {}
     for layer in model.layers:
@@ -103,16 +104,16 @@ def blocks_of(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 class Block:
-    """The call of a layer, as a function of tensors; what else it does comes out of it.
+    """Wraps the call of a layer as a function of tensors, which also returns assigned values and added losses.
 
     Attributes:
-        layer: that is called.
-        tensors: among its arguments, with their masks after them.
-        begun: the variables that the call has read, with their values of before.
+        layer: the layer that is called.
+        tensors: the tensors among its arguments, followed by their masks.
+        begun: the variables that the call read, with their values before the call.
     """
 
     def __init__(self, call: Call, layer: keras.layers.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """See `call_for_remat`."""
+        """Stores the call and the current state of the step: see `call_for_remat`."""
         self._call, self.layer, self._arguments = call, layer, (args, kwargs)
         self._leaves = keras.tree.flatten(self._arguments)
         self._places = [place for place, leaf in enumerate(self._leaves) if ops.is_tensor(leaf)]
@@ -125,18 +126,18 @@ class Block:
         self.begun: Values = []
 
     def run(self, tensors: list[Tensor], values: Values) -> list[Tensor]:
-        """Makes the call; returns its outputs, their masks, what it assigns to variables, and what it adds to the loss.
+        """Calls the layer; returns its outputs, their masks, the assigned values of variables, and the added losses.
 
         Args:
-            tensors: in the place of `tensors`.
-            values: of variables; others have their own.
+            tensors: used instead of `self.tensors`.
+            values: values of variables. Other variables keep their values.
         """
         self._adding: list[tuple[Callable[[Any], None], Any]] = []
         with ReadingScope(values) as scope, step_with(adding=self._adding):
             self._outputs = self._made(tensors)
         self._scope = scope
         assigned = {id(variable) for variable in scope.assigned}
-        # What is assigned may be written in place.
+        # Copies, because an assignment may change a value in place.
         self.begun = [
             (variable, ops.copy(value) if id(variable) in assigned and value is raw_value(variable) else value)
             for variable, value in scope.read.values()
@@ -146,7 +147,7 @@ class Block:
         return _flat(self._outputs, scope, self._adding)
 
     def finish(self, tensors: list[Tensor]) -> Any:
-        """Writes to variables, and adds to the loss, what `run` has returned; returns the layer's outputs."""
+        """Assigns the values that `run` returned, and adds its losses; returns the layer's outputs."""
         found = iter(tensors)
         given = [next(found) for _ in self._has_mask]
         for leaf, has_mask in zip(given, self._has_mask):
@@ -160,11 +161,11 @@ class Block:
         return keras.tree.pack_sequence_as(self._outputs, leaves)
 
     def again(self, tensors: list[Tensor], values: Values) -> list[Tensor]:
-        """Computes once more what `run` has returned, in whatever thread; changes nothing.
+        """Recomputes the result of `run`, in any thread and without side effects.
 
         Args:
-            tensors: in the place of `tensors`.
-            values: of the variables of `begun`.
+            tensors: used instead of `self.tensors`.
+            values: values of the variables in `begun`.
         """
         replica, adding = self._step.replica, list[Any]()
         step = self._step._replace(replica=replica and replica.once_more(), adding=adding)
@@ -182,7 +183,7 @@ class Block:
 
 
 def _flat(outputs: Any, scope: ReadingScope, adding: list[tuple[Any, Any]]) -> list[Tensor]:
-    """Returns the tensors among outputs, their masks, what was assigned in a scope, and what is added to the loss."""
+    """Returns the tensors among the outputs, their masks, the values assigned in a scope, and the added losses."""
     given = [leaf for leaf in keras.tree.flatten(outputs) if ops.is_tensor(leaf)]
     masks = [mask for leaf in given if (mask := mask_of(leaf)) is not None]
     return [*given, *masks, *scope.assigned_values(), *(loss for _, loss in adding)]

@@ -1,4 +1,4 @@
-"""TensorFlow: computes a layer once more in the backward pass: see `kerasdp.scale.remat`."""
+"""Recomputes a layer in the backward pass on TensorFlow: see `kerasdp.scale.remat`."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from kerasdp.errors import UserError
 
 
 def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs.
+    """Calls the layer of a `kerasdp.scale.remat.Block` with rematerialization; returns the layer's outputs.
 
-    What runs eagerly keeps all: TensorFlow would not say which tensors a layer has from elsewhere.
+    An eager call keeps all values, because TensorFlow would not tell which tensors the layer closes over.
 
     Raises:
-        UserError: if the layer uses what its gradient would not reach.
+        UserError: if the layer uses values that its gradient would not reach.
     """
     from kerasdp.keras_compat.layers import current_value
 
@@ -55,35 +55,39 @@ def rematerialized(block: Any) -> Any:
 
 
 def _is_there(upstream: Any) -> tf.Tensor:
-    """Returns True, once the gradients are there.
+    """Returns a True tensor that is computed only after the gradients.
 
-    TensorFlow (2.21) merges operations of the same inputs: both passes of a layer would be one, whose results are kept.
-    Neither it nor XLA knows that no cosine is above 3.
+    TensorFlow (2.21) merges operations with the same inputs. It would merge both passes of a layer, and keep the
+    results. The tensor tests that a cosine is not above 3. Neither TensorFlow nor XLA knows that this is always true.
     """
     firsts = [tf.cast(tf.reduce_sum(tf.reshape(each, [-1])[:1]), "float32") for each in upstream]
     return tf.logical_not(tf.cos(tf.add_n(firsts)) > 3.0)
 
 
 def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], first: int) -> None:
-    """Raises `UserError` if the layer has computed with weights, or tensors of floats, that are not among these.
+    """Raises `UserError` if the layer used weights or float tensors that the call did not get as inputs.
 
-    `first`: the number of operations of the graph before.
+    Args:
+        block: the call of the layer.
+        variables: the variables of the layer.
+        tensors: the inputs of the call: arguments and values of variables.
+        first: the number of operations in the graph before the call.
     """
     known = {id(variable) for variable in variables}
     for variable, _ in block.begun:
         if id(variable) not in known and variable.trainable:
             raise UserError(
-                f"--remat: layer {block.layer.name} uses {variable.path}, which no layer within it has, so that "
+                f"--remat: layer {block.layer.name} uses {variable.path}, which is not a variable of that layer, so "
                 "TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
             )
     operations = tf.compat.v1.get_default_graph().get_operations()
     own = {id(operation) for operation in operations[first:]} | {id(tensor.op) for tensor in tensors}
-    device = tf.constant(0.0).device  # where they meet, the replicas' operations are in one another's places
+    device = tf.constant(0.0).device  # where replicas meet, their operations interleave
     for operation in operations[first:]:
         for tensor in operation.inputs if operation.device == device else ():
             is_known = id(tensor.op) in own or tensor.op.type == "Const" or tensor.device != device
             if tensor.dtype.is_floating and not is_known:
                 raise UserError(
-                    f"--remat: layer {block.layer.name} uses a tensor that it is not called with ({tensor.name}), so "
-                    "that TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
+                    f"--remat: layer {block.layer.name} uses a tensor that is not an argument ({tensor.name}), so "
+                    "TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
                 )

@@ -1,4 +1,4 @@
-"""PyTorch: trains models in stages, in a process per device, with the schedules of torch.distributed.pipelining."""
+"""Trains models in pipeline stages on PyTorch, one process per device, with torch.distributed.pipelining."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PipelineParallel(TorchStrategy):
-    """The stages of a run, one a process, as seen by one of them. See `kerasdp.contract.Strategy`."""
+    """Runs one pipeline stage in this process; each process has one stage. See `kerasdp.contract.Strategy`."""
 
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
@@ -38,27 +38,30 @@ class PipelineParallel(TorchStrategy):
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     def scope(self) -> AbstractContextManager[None]:
-        """Returns the context in which models are made: in host memory, which may hold more than a device does."""
+        """Returns the context in which models are built, in host memory.
+
+        Host memory may hold larger models than a device.
+        """
         import keras
 
         return keras.device("cpu")
 
     def running(self, model: Any) -> AbstractContextManager[None]:
-        """Returns the context around `fit`, `evaluate` and `predict`: what Keras makes is on the device.
+        """Returns the context around `fit`, `evaluate` and `predict`, in which Keras creates tensors on the device.
 
-        The training function, in which they are called, has that of `scope`, in which Keras computes on the CPU.
+        The training function calls them within `scope`, in which Keras computes on the CPU.
         """
         import keras
 
         return keras.device(str(self.device))
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings targets to every device, inputs to that of the first stage alone."""
+        """Copies targets to every device, and inputs to the device of the first stage only."""
         device_batch = self.put_batch(batch)
         return device_batch if dist.get_rank() == 0 else device_batch._replace(inputs=None)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Makes train, test and predict functions that work on all stages."""
+        """Returns train, test and predict functions that run on all stages."""
         from kerasdp.scale.pipeline import table
 
         pipeline, weights = self._pipeline_of(model), TrainedWeights(model)
@@ -67,8 +70,8 @@ class PipelineParallel(TorchStrategy):
         def train(batch: DeviceBatch, _: Detail) -> Trained:
             if weights.key() != compiled_for:
                 raise UserError(
-                    f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline "
-                    "cannot follow: call model.compile again"
+                    f"{model.name} has layers that were frozen or unfrozen after compile, which a pipeline does not "
+                    "notice: call model.compile again"
                 )
             with numbers_made_on(self.device):
                 loss, rate, logs = pipeline.train_step(batch)
@@ -90,7 +93,7 @@ class PipelineParallel(TorchStrategy):
         )
 
     def _pipeline_of(self, model: Any) -> "Pipeline":
-        """Returns the pipeline of a model, made on the first call, and again once the model is compiled again."""
+        """Returns the pipeline of a model; creates it on the first call, and again after each `compile`."""
         pipeline = self._pipelines.get(model)
         if pipeline is None or pipeline.is_stale:
             pipeline = Pipeline(model, self)
@@ -98,21 +101,21 @@ class PipelineParallel(TorchStrategy):
         return pipeline
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
-        """See `Strategy`."""
+        """Returns the paths of this stage's variables that differ between replicas: see `Strategy`."""
         return self.differing(self._pipeline_of(model).module.model.variables)
 
     def gather_variables(self, model: Any) -> None:
-        """See `Strategy`."""
+        """Gathers the values of all variables in each process: see `Strategy`."""
         self._pipeline_of(model).gather_variables()
 
 
 class Pipeline:
-    """Trains a model of which this process holds a stage.
+    """Trains a model of which this process holds one stage.
 
     Attributes:
-        stages: of the model.
-        step: of the latest batch.
-        has_trained: whether this process alone knows the weights of its stage.
+        stages: the stages of the model.
+        step: the step on the latest batch.
+        has_trained: whether only this process has the current weights of its stage.
     """
 
     step: "PipelineStep"
@@ -131,8 +134,8 @@ class Pipeline:
         self.module = StageModule(self, self.stages[self.number])
         self.seeds = seed_variables(self.module.model)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_weights)
-        # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
-        # to train, and so never asks the optimizer for anything, gets them from one that has.
+        # Optimizer variables that belong to all weights, for example the step counter. A process without trainable
+        # weights never calls the optimizer, and gets these variables from a process with trainable weights.
         self.shared, self.idle_source = self._shared()
         for variable in [*self.variables_of(self.number), *self.shared, *model.metrics_variables]:
             variable.value.data = variable.value.data.to(strategy.device)
@@ -141,14 +144,17 @@ class Pipeline:
 
     @property
     def size(self) -> int:
-        """Returns the rows of a micro-batch; before the first `fit` those for batches of `config.batch_size`."""
+        """Returns the number of rows of a micro-batch.
+
+        Before the first `fit`, batches are assumed to have `config.batch_size` rows.
+        """
         config = self.strategy.config
         rows = self.strategy.split.micro_batch_rows or config.micro_batch_rows(config.batch_size, len(self.stages))
         return cast(int, rows)
 
     @property
     def is_stale(self) -> bool:
-        """Returns whether the model was compiled again since the pipeline was made."""
+        """Returns whether the model was compiled again after the pipeline was created."""
         return any(new is not old for new, old in zip(_made_by_compile(self.model), self._compiled_with))
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -189,7 +195,7 @@ class Pipeline:
         self.step = PipelineStep(self, batch, training)
         numbers = torch.arange(len(self.step.micro_batches))
         inputs: list[torch.Tensor] = []
-        if self.number == 0:  # micro-batches have equally many rows, the last one copies of its last row
+        if self.number == 0:  # each micro-batch has `size` rows; the last one repeats its last row
             inputs, num_rows = flat_inputs(self.functional, batch.inputs), len(batch.indices)
             if num_rows < len(numbers) * self.size:
                 rows = torch.arange(len(numbers) * self.size, device=self.strategy.device).clamp(max=num_rows - 1)
@@ -198,10 +204,10 @@ class Pipeline:
         self._schedule(len(numbers)).step(*inputs, number=numbers, target=target, return_outputs=False)
 
     def _schedule(self, num_micro_batches: int) -> Any:
-        """Returns torch's schedule for this number of micro-batches; its buffers have a fixed size.
+        """Returns torch's schedule for this number of micro-batches. Its buffers have a fixed size.
 
-        Backward passes begin as soon as possible (1F1B), which keeps fewer micro-batches in memory. Where there are
-        fewer micro-batches than stages, all forward passes come first (GPipe).
+        Backward passes start as soon as possible (1F1B), which keeps fewer micro-batches in memory. With fewer
+        micro-batches than stages, all forward passes run first (GPipe).
         """
         training = self.step.training
         key = self.size, num_micro_batches, training
@@ -219,8 +225,8 @@ class Pipeline:
     def _stage(self) -> pipelining.PipelineStage:
         """Returns torch's stage with the shapes of a micro-batch.
 
-        Without them torch (2.13) would find them by a training step on uninitialized memory, after which moving
-        statistics are NaN.
+        Without shapes, torch (2.13) would run a training step on uninitialized memory to find them. After that step,
+        moving statistics are NaN.
         """
 
         def like(tensors: list[Any]) -> tuple[torch.Tensor, ...]:
@@ -239,7 +245,7 @@ class Pipeline:
         )  # fmt: skip
 
     def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
-        """Updates this process's weights; returns the penalties of all stages."""
+        """Updates the weights of this process; returns the summed penalties of all stages."""
         import keras
 
         from kerasdp.keras_compat.optimizers import global_clipnorm, updating_some
@@ -255,7 +261,7 @@ class Pipeline:
             if limit:
                 factor = limit / total.sqrt().clamp(min=limit)
                 gradients = [None if gradient is None else gradient * factor for gradient in gradients]
-            if is_scaled:  # an overflow in one stage is one in all
+            if is_scaled:  # an overflow in one stage counts in all stages
                 is_finite, nan = total.isfinite(), total.new_full((), torch.nan)
                 gradients = [None if gradient is None else torch.where(is_finite, gradient, nan.to(gradient.dtype))
                              for gradient in gradients]  # fmt: skip
@@ -268,7 +274,7 @@ class Pipeline:
         return total_penalty
 
     def _outputs(self) -> Any:
-        """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
+        """Broadcasts the outputs of the global batch from the last stage to every process, for loss and metrics."""
         from kerasdp.scale.pipeline import packed_outputs
 
         step, outputs = self.step, []
@@ -284,7 +290,7 @@ class Pipeline:
         return packed_outputs(self.functional, outputs)
 
     def compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
-        """Computes the loss that `compile` made, without penalties; zero without one."""
+        """Computes the loss set by `compile`, without penalties; zero if there is no loss."""
         from kerasdp.keras_compat.models import compiled_loss
 
         loss = compiled_loss(self.model)
@@ -293,7 +299,7 @@ class Pipeline:
         return loss(batch.targets, outputs, batch.sample_weight)
 
     def _measure(self, batch: DeviceBatch, outputs: Any, penalty: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Computes the loss with all stages' penalties, in the loss' type, and Keras' logs."""
+        """Computes the loss with the penalties of all stages, in the dtype of the loss, and Keras' logs."""
         from kerasdp.keras_compat.models import update_loss_metric
 
         loss = self.compiled_loss(batch, outputs)
@@ -312,7 +318,7 @@ class Pipeline:
         return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
 
     def variables_of(self, number: int) -> list[Any]:
-        """Returns the variables of a stage, and what the optimizer keeps for each of its weights."""
+        """Returns the variables of a stage and the optimizer slots of its weights."""
         from kerasdp.keras_compat.optimizers import slots_of
 
         weights, model = self.model.trainable_variables, self.stages[number].model
@@ -322,14 +328,14 @@ class Pipeline:
         return [*model.variables, *(slot for (_, place), slot in slots.items() if place in own)]
 
     def gather_variables(self) -> None:
-        """Gives each process of the pipeline the values of all variables."""
+        """Broadcasts the values of all variables to each process of the pipeline."""
         for number in range(self.num_stages) if self.num_stages > 1 and self.has_trained else ():
             for variable in self.variables_of(number):
                 self._send(variable, number)
         self.has_trained = False
 
     def _send(self, variable: Any, source: int) -> None:
-        """Sends a variable's value from one process of the pipeline to all."""
+        """Broadcasts a variable's value from one process of the pipeline to all processes."""
         value = variable.value.detach()
         copy = value.to(self.strategy.device).contiguous()
         dist.broadcast(copy, source)
@@ -343,7 +349,7 @@ def _made_by_compile(model: Any) -> tuple[Any, ...]:
 
 
 def _sum_over_stages(values: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the sums over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
+    """Sums values over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
     totals = torch.stack([value.double() for value in values])
     if dist.get_world_size() > 1:
         dist.all_reduce(totals)
@@ -351,12 +357,12 @@ def _sum_over_stages(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 class PipelineStep:
-    """Holds what a step's micro-batches have in common.
+    """Holds the data that the micro-batches of a step share.
 
     Attributes:
-        micro_batches: the rows of each in the global batch.
-        scale: of a LossScaleOptimizer.
-        outputs: of the last stage, by the number of the micro-batch, without padding.
+        micro_batches: the rows of each micro-batch in the global batch.
+        scale: the loss scale of a LossScaleOptimizer.
+        outputs: the outputs of the last stage without padding, by the number of the micro-batch.
     """
 
     def __init__(self, pipeline: Pipeline, batch: DeviceBatch, training: bool):
@@ -374,11 +380,11 @@ class PipelineStep:
         self._shares = [1.0]  # of each micro-batch in the loss
         if training and len(self.micro_batches) > 1:
             counts, is_weighted = [rows.num_rows for rows in self.micro_batches], batch.sample_weight is not None
-            instead = f"use --strategy=data, or --split_size={num_rows}, with which the stages work in turn"
+            instead = f"use --strategy=data, or --split_size={num_rows}, with which one stage works at a time"
             self._shares = shares_of(pipeline.model, counts, is_weighted=is_weighted, instead=instead)
 
     def context(self, rows: ReplicaRows) -> ReplicaContext:
-        """Returns the context of the rows of a micro-batch."""
+        """Returns the context of layers for the rows of a micro-batch."""
         from kerasdp.step.row_search import row_layout_of
 
         size = self.pipeline.size
@@ -395,7 +401,7 @@ class PipelineStep:
         )
 
     def loss(self, outputs: Any, number: int) -> torch.Tensor:
-        """Returns a micro-batch's share of the loss of the global batch, to be differentiated."""
+        """Returns a micro-batch's share of the global batch's loss, to be differentiated."""
         import keras
 
         from kerasdp.scale.pipeline import packed_outputs
@@ -413,21 +419,21 @@ class PipelineStep:
 
 
 class StageModule(torch.nn.Module):
-    """Wraps a stage in a module that takes a micro-batch's tensors."""
+    """Wraps a stage in a torch module that takes the tensors of a micro-batch."""
 
     def __init__(self, pipeline: Pipeline, stage: Any):
         super().__init__()
         self.pipeline, self.stage, self.model = pipeline, stage, stage.model
 
     def forward(self, *inputs: torch.Tensor, number: torch.Tensor) -> Any:
-        """Computes the outputs of the stage, for a micro-batch of this number."""
+        """Computes the outputs of the stage for the micro-batch with this number."""
         step = self.pipeline.step
         rows = step.micro_batches[int(number)]
         if step.training:
             restart_seeds(step.seeds)
         with use(step.context(rows)):
             outputs = self.stage(list(inputs), training=step.training)
-        # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
+        # Keras' convolutions and poolings on torch return views with permuted axes, which cannot be sent.
         outputs = [output.contiguous() for output in outputs]
         if self.pipeline.has_last:
             step.outputs[int(number)] = [leaf[: rows.num_rows].detach() for leaf in outputs]

@@ -1,4 +1,4 @@
-"""PyTorch: computes a layer once more in the backward pass: see `kerasdp.scale.remat`."""
+"""Recomputes a layer in the backward pass on PyTorch: see `kerasdp.scale.remat`."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from kerasdp.errors import RunError
 
 
 def rematerialized(block: Any) -> Any:
-    """Makes the call of a `kerasdp.scale.remat.Block`; returns the layer's outputs.
+    """Calls the layer of a `kerasdp.scale.remat.Block` with rematerialization; returns the layer's outputs.
 
-    Not by an `autograd.Function`: the gradients of tensors that the layer has from elsewhere would be lost.
+    It uses no `autograd.Function`, which would lose the gradients of tensors that the layer closes over.
     """
     if not torch.is_grad_enabled() or any(tensor.is_meta for tensor in block.tensors):
         return block.finish(block.run(block.tensors, []))
@@ -29,8 +29,8 @@ def rematerialized(block: Any) -> Any:
         for variable, value, version in versions:
             if version_of(value) != version:
                 raise RunError(
-                    f"--remat: {variable.path} was changed between the call of layer {block.layer.name} and its "
-                    "gradient, for which the layer is computed again: leave that layer out"
+                    f"--remat: {variable.path} changed after the call of layer {block.layer.name} and before the "
+                    "backward pass, which computes the layer again: leave that layer out"
                 )
         values = block.begun
         if is_captured:
@@ -39,7 +39,7 @@ def rematerialized(block: Any) -> Any:
         with tensors_let_go():
             return block.again([*tensors], values)
 
-    # A captured step draws by no generator: `refuse_draws`.
+    # A captured step uses no random generator: see `refuse_draws`.
     found = checkpoint(run, *block.tensors, use_reentrant=False, preserve_rng_state=not is_captured)
     versions += [(variable, value, version_of(value)) for variable, value in block.begun]
     for place, result in enumerate(found if is_captured else []):
@@ -49,12 +49,15 @@ def rematerialized(block: Any) -> Any:
 
 
 def _after(tensor: torch.Tensor, upstream: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor that is there once a gradient is; in a captured step, where operations may move."""
+    """Returns a copy of a tensor that is computed only after a gradient.
+
+    A captured step needs this, because its operations may be reordered.
+    """
     gradient = next(iter(upstream.values()))
     return torch.ops.kerasdp.after(tensor.detach(), gradient).requires_grad_(tensor.requires_grad)
 
 
-# Inductor (2.13) would compute both passes of a layer together, and keep what they have in common.
+# Without this operation, Inductor (2.13) would compute both passes of a layer together, and keep their common results.
 _operations = torch.library.Library("kerasdp", "FRAGMENT")
 _operations.define("after(Tensor own, Tensor gradient) -> Tensor")
 for _key in ("CPU", "CUDA", "Meta"):

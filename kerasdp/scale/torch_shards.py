@@ -1,4 +1,4 @@
-"""PyTorch: weights and variables of the optimizer of which each rank holds a part, and no rank the whole."""
+"""Shards weights and optimizer variables over the ranks on PyTorch, so that no rank holds all of them."""
 
 import contextlib
 import dataclasses
@@ -27,40 +27,45 @@ from kerasdp.run_state import ModelCache, RunState
 from kerasdp.sharding import cut_axis, part_of, part_shape
 from kerasdp.step.replica import compared_variables, held_in_words
 
-# Bytes of several weights that travel in one message; what is larger travels alone.
+# Largest number of bytes of several weights in one message. A larger weight is sent alone.
 _MESSAGE_BYTES = 25 * 2**20
-# A message holds at most this part of all weights, or a small model would be gathered at once.
+# Smallest number of messages for all weights: otherwise a small model would be gathered at once.
 _MESSAGES = 8
-# Optimizers of Keras (3.15) that update each number of a weight by itself.
+# Optimizers of Keras (3.15) that update each element of a weight independently.
 _BY_NUMBER = [
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "ScheduleFreeAdamW", "SGD",
 ]  # fmt: skip
 
 
 class Parts:
-    """What this rank holds of the variables of one model that are cut, by `cut_axis`.
+    """Holds this rank's shards of the variables of a model that `cut_axis` cuts.
 
-    A variable that is cut holds this rank's part while steps run, and the whole in between, where callbacks and
-    checkpoints read it: `cut` and `gather` change from one to the other.
+    While steps run, a sharded variable holds this rank's shard. In between it holds the whole value, which callbacks
+    and checkpoints read. `cut` and `gather` switch between these states.
 
     Attributes:
-        model: built.
-        size: how many ranks hold a part each.
-        holds_weights: whether the weights are cut, too.
-        cut_weights: each with the axis along which it is cut, or what the optimizer keeps for it.
-        axes: of these, by the `id` of the weight.
-        is_cut: whether steps run.
+        model: the built model.
+        size: the number of ranks, each with one shard.
+        holds_weights: whether the weights are sharded, too.
+        cut_weights: the weights that are sharded, or whose optimizer slots are sharded, each with the axis of the cut.
+        axes: the axes of these weights, by the `id` of the weight.
+        is_cut: whether variables hold shards, because steps run.
     """
 
     def __init__(self, model: Any, config: Config):
-        """`config`: `shard` is read."""
+        """Finds the weights to shard.
+
+        Args:
+            model: the built model.
+            config: the configuration of the run; `shard` is read.
+        """
         from kerasdp.keras_compat.layers import is_next_value
 
         self.model, self.size, self._rank = model, dist.get_world_size(), dist.get_rank()
         self.holds_weights = config.shard == "weights"
         self._optimizer = getattr(model, "optimizer", None)
         weights = model.variables if self.holds_weights else model.trainable_variables
-        # A constraint looks at all of its weight, and a maximum is taken over all replicas.
+        # A constraint needs the whole weight. A next value is a maximum over all replicas.
         self.cut_weights = [
             (weight, axis)
             for weight in weights
@@ -69,26 +74,30 @@ class Parts:
             and (axis := cut_axis(weight.shape, self.size)) is not None
         ]
         self.axes = {id(weight): axis for weight, axis in self.cut_weights}
-        # What was cut, with its axis and the tensor of this rank's part, which compiled steps know.
+        # The sharded variables, each with its axis and the tensor of this rank's shard, which compiled steps hold.
         self._held: dict[int, tuple[Any, int, torch.Tensor]] = {}
         self.is_cut = False
         self._groups: dict[int, int] = {}
 
     @property
     def is_stale(self) -> bool:
-        """Returns whether the model was compiled again since, so that other variables are cut."""
+        """Returns whether the model was compiled again, so that other variables are sharded."""
         return getattr(self.model, "optimizer", None) is not self._optimizer
 
     def require_steps_of_keras(self, own: Iterable[str]) -> None:
-        """Raises `UserError` if there are user-defined steps, by their names: they know nothing of parts."""
+        """Raises `UserError` if the model has user-defined steps, because they do not support shards.
+
+        Args:
+            own: the names of the user-defined steps.
+        """
         if names := ", ".join(sorted(own)):
             raise UserError(
-                f"--shard={'weights' if self.holds_weights else 'optimizer'}: --backend=torch knows the steps of fit, "
-                f"evaluate and predict as Keras has them. Received: {names} of {self.model.name}; use --backend=jax"
+                f"--shard={'weights' if self.holds_weights else 'optimizer'}: expected the steps of Keras' fit, "
+                f"evaluate and predict with --backend=torch. Received: {names} of {self.model.name}; use --backend=jax"
             )
 
     def cut(self) -> None:
-        """Lets each variable hold a part of it; what was assigned to the whole is kept."""
+        """Makes each variable hold this rank's shard; values assigned to the whole variable are kept."""
         from kerasdp.keras_compat.layers import held_in_parts, raw_value
 
         if self.is_cut:
@@ -96,10 +105,10 @@ class Parts:
         for variable, axis in self.to_cut():
             value = raw_value(variable)
             if tuple(value.shape) != tuple(variable.shape):
-                raise UserError(f"--shard: {variable.path} is held in parts by the training of another model just now")
+                raise UserError(f"--shard: the training of another model holds shards of {variable.path}; end it first")
             part, known = part_of(value.detach(), axis, self._rank, self.size), self._held.get(id(variable))
             kept = part.clone(memory_format=torch.contiguous_format) if known is None else known[2].copy_(part)
-            # Of the parameter itself, which Keras (3.15) holds in modules, too: there the whole would stay.
+            # Set the data of the parameter: Keras (3.15) also holds it in modules, where the whole value would stay.
             value.data = kept
             self._held[id(variable)] = variable, axis, kept
             held_in_parts(variable, True)
@@ -108,7 +117,7 @@ class Parts:
             self._groups = _groups_of([weight for weight, _ in self.cut_weights])
 
     def gather(self) -> None:
-        """Lets each variable hold all of it, one after the other. Called by all processes together."""
+        """Makes each variable hold its whole value, one variable after the other. All processes call it together."""
         from kerasdp.keras_compat.layers import held_in_parts, raw_value
 
         for variable, axis, kept in self._held.values() if self.is_cut else ():
@@ -117,17 +126,17 @@ class Parts:
         self.is_cut = False
 
     def read(self, variable: Any) -> Any:
-        """Returns the whole value of a variable, which stays as it is. Called by all processes together."""
+        """Returns the whole value of a variable, and leaves the variable unchanged. All processes call it together."""
         if not self.is_cut or id(variable) not in self._held:
             return variable
         _, axis, kept = self._held[id(variable)]
         return self.whole([kept], [axis])[0]
 
     def to_cut(self) -> list[tuple[Any, int]]:
-        """Returns the variables that are to be cut, each with its axis.
+        """Returns the variables to shard, each with the axis of the cut.
 
         Raises:
-            UserError: if the optimizer cannot update parts.
+            UserError: if the optimizer cannot update shards.
         """
         from kerasdp.keras_compat.layers import is_of_keras
         from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight
@@ -139,7 +148,7 @@ class Parts:
         kind = type(optimizer)
         if not is_of_keras(kind) or kind.__name__ not in _BY_NUMBER:
             raise UserError(
-                f"--shard: {kind.__name__} may look at all numbers of a weight, of which a rank holds a part with "
+                f"--shard: {kind.__name__} may need the whole of each weight, and a rank holds a shard with "
                 f"--backend=torch; use --backend=jax, or an --optimizer of {', '.join(_BY_NUMBER)}"
             )
         of_weight = slots_by_weight(optimizer)
@@ -150,11 +159,11 @@ class Parts:
         return found
 
     def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the wholes of some parts of one type, by one message."""
+        """Gathers the whole tensors from shards of one dtype, in one message."""
         return [one.movedim(0, axis).flatten(axis, axis + 1) for one, axis in zip(self._of_all_ranks(parts), axes)]
 
     def _of_all_ranks(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns these parts of all ranks, each `(ranks, ...)`, by one message."""
+        """Gathers these shards from all ranks, each as `(ranks, ...)`, in one message."""
         own = [part.reshape(-1) for part in parts]
         gathered = gather_by_group(torch.cat(own) if len(own) > 1 else own[0])
         found = gathered.split([part.numel() for part in parts], dim=1)
@@ -163,21 +172,21 @@ class Parts:
     def average(
         self, wholes: Sequence[torch.Tensor], axes: Sequence[int], dtype: torch.dtype
     ) -> Callable[[], list[torch.Tensor]]:
-        """Starts to average tensors over the ranks, of which each gets its parts; by one message.
+        """Starts to average tensors over the ranks in one message; each rank gets its shards of the averages.
 
         Args:
-            wholes: on this rank.
-            axes: along which they are cut.
-            dtype: in which they are sent.
+            wholes: the whole tensors on this rank.
+            axes: the axes of the cuts.
+            dtype: the dtype in which they are sent.
 
         Returns:
-            A function that waits for this rank's parts.
+            A function that waits for this rank's shards, and returns them.
         """
         rows = [whole.unflatten(axis, (self.size, -1)).movedim(axis, 0) for whole, axis in zip(wholes, axes)]
         shapes = [row.shape[1:] for row in rows]
         if is_being_captured(rows[0]):
             sent = torch.cat([row.to(dtype).reshape(self.size, -1) for row in rows], dim=1)
-        else:  # each is copied once
+        else:  # copies each tensor only once
             sizes = [shape.numel() for shape in shapes]
             sent = rows[0].new_empty((self.size, sum(sizes)), dtype=dtype)
             for row, place in zip(rows, sent.split(sizes, dim=1)):
@@ -185,16 +194,17 @@ class Parts:
         return functools.partial(_parts_of_mean, reduce_scatter_async(sent.reshape(-1)), self.size, shapes)
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns the whole gradients of the trained weights, for what is recorded of them."""
+        """Returns the whole gradients of the trained weights, so that a step can record them."""
         return [
             gradient if gradient is None or axis is None else self.whole([gradient], [axis])[0]
             for gradient, axis in zip(gradients, [self.axes.get(id(weight)) for weight in self.model.trainable_weights])
         ]
 
     def take(self, changed: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> list[Any]:
-        """Gives weights that are whole on each rank what all ranks have made of their parts; returns the others.
+        """Gathers the updated shards of weights that are whole on each rank; returns the other changes.
 
-        `changed`: variables, each with what it holds and with its new value, which may be this rank's part alone.
+        Args:
+            changed: variables, each with its current and its new value. The new value may be only this rank's shard.
         """
         new = {id(variable): part for variable, value, part in changed if part.shape != value.shape}
         mine = [entry for entry in changed if id(entry[0]) in new]
@@ -207,7 +217,10 @@ class Parts:
         return [entry for entry in changed if id(entry[0]) not in new]
 
     def own(self, variable: Any, value: Any) -> Any:
-        """Returns this rank's part of a value of a weight; the value itself if it is the part, or there are none."""
+        """Returns this rank's shard of a weight's value.
+
+        If the value is already the shard, or if the weight is not sharded, it returns the value unchanged.
+        """
         axis = self.axes.get(id(variable))
         if axis is None or value.shape[axis] != variable.shape[axis]:
             return value
@@ -215,7 +228,7 @@ class Parts:
 
     @contextlib.contextmanager
     def updating(self, optimizer: Any) -> Iterator[None]:
-        """Returns the context in which an optimizer updates this rank's parts, as if it saw the wholes."""
+        """Returns the context in which an optimizer updates this rank's shards as if they were the whole weights."""
         from kerasdp.keras_compat.layers import with_shapes
         from kerasdp.keras_compat.optimizers import updating_parts
 
@@ -234,7 +247,8 @@ class Parts:
     def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Iterator[Any]:
         """Returns a `keras.StatelessScope` in which weights are gathered where they are read.
 
-        Those of a message are there until others are read. For the backward pass none is kept: see `unkept`.
+        Weights of one message stay until weights of another message are read. No whole weight is kept for the backward
+        pass: see `unkept`.
         """
         from kerasdp.keras_compat.layers import ScopeOfParts
 
@@ -247,14 +261,14 @@ class Parts:
 
 
 class ShardedDataParallel(DataParallel):
-    """A replica of the model in each process, which holds some of its variables in parts between two steps."""
+    """Runs a replica in each process, and shards some of its variables over the processes."""
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
         self._parts: ModelCache[Parts] = ModelCache()
 
     def parts_of(self, model: Any) -> Parts | None:
-        """Returns what is cut of a model, found once more when it is compiled again; None on one device."""
+        """Returns the shards of a model's variables, found again after each `compile`; None on one device."""
         if self.split.num_replicas == 1:
             return None
         if (parts := self._parts.get(model)) is None or parts.is_stale:
@@ -263,31 +277,31 @@ class ShardedDataParallel(DataParallel):
         return parts
 
     def gather_variables(self, model: Any) -> None:
-        """See `Strategy`."""
+        """Gathers the whole values of all variables in each process: see `Strategy`."""
         if (parts := self._parts.get(model)) is not None:
             parts.gather()
 
     def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """See `Strategy`."""
+        """Calls `take` on the whole value of each variable, and returns the results: see `Strategy`."""
         parts = self._parts.get(model)
         wholes = variables if parts is None else map(parts.read, variables)
         return [take(whole) if take else None for whole in wholes]
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
-        """See `Strategy`."""
+        """Returns the paths of variables that differ between replicas, except sharded weights: see `Strategy`."""
         parts = self._parts.get(model)
         cut = parts.axes if parts is not None and parts.is_cut and parts.holds_weights else ()
         return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """See `Strategy`."""
+        """Returns the step functions, and describes how many bytes a device holds: see `Strategy`."""
         functions = super().step_functions(model, run_state)
         held = held_in_words(model, self.config.shard, self.split.num_replicas)
         return dataclasses.replace(functions, description=held)
 
 
 class _Saved(NamedTuple):
-    """Stands for a tensor that a backward pass needs, and that is gathered again for it."""
+    """Describes a tensor that the backward pass needs, so that it can be gathered again."""
 
     key: tuple[int, torch.dtype]
     weight: int
@@ -297,12 +311,12 @@ class _Saved(NamedTuple):
 
 
 class _Reading:
-    """Gathers weights where one pass reads them, and again where its backward pass needs them.
+    """Gathers weights where a pass reads them, and again where its backward pass needs them.
 
     Args:
-        parts: of the model.
-        groups: the number of the message of each weight that is cut, by its `id`.
-        values: what variables hold.
+        parts: the shards of the model.
+        groups: the message number of each sharded weight, by its `id`.
+        values: the variables, each with its current value.
     """
 
     def __init__(self, parts: Parts, groups: dict[int, int], values: list[tuple[Any, torch.Tensor]]):
@@ -311,15 +325,15 @@ class _Reading:
         for variable, value in values:
             if id(variable) in groups:
                 self._members.setdefault(groups[id(variable)], []).append((variable, value))
-        # Of each message and type: the weights that layers read so, and what they hold.
+        # For each message and dtype: the weights that layers read in this dtype, with their current values.
         self._read: dict[tuple[int, torch.dtype], list[tuple[Any, torch.Tensor]]] = {}
-        # Of the message that came last: its number and type, the weights by `id`, and whose memory is whose.
+        # For the last message: its number and dtype, the whole weights by `id`, and the weight of each memory block.
         self._key: Any = None
         self._wholes: dict[int, torch.Tensor] = {}
         self._storages: dict[int, int] = {}
 
     def value(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
-        """Returns the whole of a weight, in the type that its layer computes in; else the value itself."""
+        """Returns a whole weight in the dtype in which its layer computes; the given value if it is not sharded."""
         from kerasdp.keras_compat.layers import autocast
 
         if id(variable) not in self._groups:
@@ -332,7 +346,7 @@ class _Reading:
 
     def _gathered(self, key: tuple[int, torch.dtype]) -> dict[int, torch.Tensor]:
         if self._key != key:
-            self._wholes, self._storages = {}, {}  # before others come
+            self._wholes, self._storages = {}, {}  # freed before the next weights are gathered
             own = self._read[key]
             axes = [self._parts.axes[id(weight)] for weight, _ in own]
             found = _Whole.apply(self._parts, axes, key[1], *(part for _, part in own))
@@ -341,14 +355,14 @@ class _Reading:
         return self._wholes
 
     def unkept(self, tensor: torch.Tensor) -> Any:
-        """Returns what is kept in place of a tensor: of a weight that was gathered, only which one it is."""
+        """Returns the object to keep instead of a tensor: for a gathered weight only a description, else the tensor."""
         weight = self._storages.get(storage_of(tensor))
         if weight is None:
             return tensor
         return _Saved(self._key, weight, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def again(self, kept: Any) -> torch.Tensor:
-        """Returns the tensor for which `unkept` has kept something."""
+        """Returns the tensor for which `unkept` returned an object."""
         if not isinstance(kept, _Saved):
             return kept
         with torch.no_grad():
@@ -384,7 +398,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _groups_of(weights: list[Any]) -> dict[int, int]:
-    """Returns the number of the message in which each of some weights travels, by its `id`: neighbours together."""
+    """Groups neighbouring weights into messages; returns the message number of each weight, by its `id`."""
 
     from kerasdp.keras_compat.layers import raw_value
 
@@ -396,7 +410,7 @@ def _groups_of(weights: list[Any]) -> dict[int, int]:
 
 
 def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> Iterator[list[Any]]:
-    """Yields items in lists of so many bytes together at most; one that has more is alone."""
+    """Yields items in lists of at most `most` bytes; a larger item is alone in its list."""
     bucket: list[Any] = []
     for item in items:
         if bucket and sum(map(num_bytes, bucket)) + num_bytes(item) > most:
@@ -408,9 +422,9 @@ def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> I
 
 
 def _parts_of_mean(sent: torch.Tensor, size: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
-    """Waits for averages of tensors; returns the parts of this rank, by their shapes."""
+    """Waits for averages of tensors; returns this rank's shards in the given shapes."""
     total = wait(sent)
-    if dist.get_backend() != "nccl":  # what each rank has given, not added yet
+    if dist.get_backend() != "nccl":  # the values of each rank, not yet added
         total = functools.reduce(torch.add, total.reshape(size, -1).unbind())
     found = total.div_(size).split([shape.numel() for shape in shapes])
     return [one.reshape(shape) for one, shape in zip(found, shapes)]

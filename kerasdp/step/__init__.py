@@ -1,1 +1,1 @@
-"""The training step: what it computes, from the rows of a batch to the update, and its check."""
+"""Runs and checks the training step, from the rows of a batch to the update."""

@@ -1,4 +1,4 @@
-"""Checks, before the first update on several devices, that the shards of a batch give what the whole batch gives."""
+"""Checks before the first update that a batch split over devices yields the same results as the whole batch."""
 
 import contextlib
 import dataclasses
@@ -43,12 +43,12 @@ from kerasdp.step.row_search import (
     with_noise,
 )
 
-# Round-off of a pass, as a share of the weights.
+# Rounding error of a pass, relative to the weights.
 _NOISE = 1e-6
 _LAST = 10**9
-# Trials of a user-defined step, and samples of which their batches are taken.
+# Number of trials of a user-defined step, and number of samples from which their batches are drawn.
 _NUM_TRIALS, _NUM_SAMPLED = 3, 64
-# What a sum loses in a number type, as a share of the number: four of its last bits.
+# Relative rounding error of a sum for each dtype: four of its last bits.
 _LOST = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 _were_asked_for_draws: ModelCache[bool] = ModelCache()
 _WITH_KERAS = "use keras.random with a keras.random.SeedGenerator that the layer holds"
@@ -57,24 +57,26 @@ _WITH_KERAS = "use keras.random with a keras.random.SeedGenerator that the layer
 def check_first_step(
     model: keras.Model, config: Config, strategy: Strategy, reader: Reader, *, with_loss: bool = True
 ) -> None:
-    """Compares a forward pass of training on a few samples, whole on one device, with one that is split over all.
+    """Compares a training forward pass on one device with the same pass split over all devices, on a few samples.
 
-    So before the first evaluation or prediction of a model that was not trained.
+    It also runs before the first evaluation or prediction of an untrained model.
 
-    The batch is uneven: one less than four samples a replica, so that there is padding as well. Where one replica has
-    all rows of each micro-batch, a micro-batch is compared with the whole. No variable changes. jax without
-    `accumulate` computes the whole batch as one program: there is nothing to compare.
+    The number of samples is one less than four per replica, so the batch contains padding. If one replica holds all
+    rows of each micro-batch, a micro-batch is compared with the whole batch. No variable changes. JAX without
+    `accumulate` computes the whole batch as one program, so there is nothing to compare.
+
+    If a layer mixes samples, each device calls it with the rows of all devices from now on, where that is possible.
 
     Args:
-        model: built, compiled, made portable, and looked at by `kerasdp.step.row_search`.
-        config: `check` is read.
+        model: a built, compiled and portable model. `kerasdp.step.row_search` has already examined it.
+        config: the configuration of the run. `check="off"` skips the comparison.
         strategy: how the devices share the work.
-        reader: of the training data.
-        with_loss: whether there is a loss: not of a prediction.
+        reader: the reader of the training data.
+        with_loss: whether to compare the loss, too. It is False for a prediction.
 
     Raises:
-        UserError: if layers, outputs or loss differ by more than round-off, with the first layer that does; a layer for
-            which that can be mended is called with the rows of all devices from now on.
+        UserError: if layers, outputs or loss differ by more than rounding error. The message names the first layer that
+            differs.
     """
     if config.check == "off":
         return
@@ -97,19 +99,25 @@ def check_first_step(
             )
     if text:
         whole = "without --accumulate" if config.accumulate > 1 else (
-            "on one device, with --backend=jax and --strategy=data, which computes the whole batch as one program"
+            "on one device, or with --backend=jax and --strategy=data, which computes the whole batch as one program"
         )  # fmt: skip
         raise UserError(
-            f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
-            f"({text}, of {num_rows} samples): it, or what comes just before it, mixes the samples of a batch (a mean "
-            f"over axis 0, a product of samples) or draws other random numbers for them; train {whole}, or, all the "
-            "same, with --check=off"
+            f"{model.name} computes different values for a split batch than for the whole batch, first in {name} "
+            f"({text}, of {num_rows} samples): code there or just before mixes the samples of a batch (a mean over "
+            f"axis 0, a product of samples) or draws other random numbers; train {whole}, or ignore the difference "
+            "with --check=off"
         )
     row_layout_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 
 
 def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
-    """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
+    """Returns the name and the size of the first difference on any rank, and the number of rows tried.
+
+    All ranks get the same difference.
+
+    Raises:
+        UserError: if the model yields different values each time for the same samples.
+    """
     again = noisy = None
     if not strategy.split.runs_on_shards:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
@@ -128,15 +136,18 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
     drawn, (_, name, text) = map(min, zip(*itertools.chain(*strategy.processes.all_gather_object(found))))
     if drawn[2]:
         raise UserError(
-            f"{drawn[1]} of {model.name} gives other numbers each time for the same samples: random numbers that are "
-            f"not from keras.random would be others on each device; {_WITH_KERAS}, or train on one device, or, all the "
-            "same, with --check=off"
+            f"{drawn[1]} of {model.name} computes different values each time for the same samples: random numbers "
+            f"that are not from keras.random would differ between devices; {_WITH_KERAS}, train on one device, or "
+            "ignore the difference with --check=off"
         )
     return name, text, whole.rows
 
 
 def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
-    """Warns of a user-defined layer that draws past `keras.random`, and so otherwise with each backend."""
+    """Warns about custom layers that draw random numbers without `keras.random`.
+
+    These random numbers differ between backends.
+    """
     layers = [layer for layer in all_layers(model) if _is_user_defined(layer)]
     if not layers or _were_asked_for_draws.get(model):
         return
@@ -151,14 +162,14 @@ def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader)
 
     inputs = reader.sample(NUM_ROWS)[0]
     with contextlib.suppress(Exception), step_with(record=record), keras.StatelessScope():
-        # What fails on a few samples may not on a batch.
+        # A model that fails on a few samples may work on a batch.
         strategy.each_replica(lambda: call_in_training(model, rows_of(inputs, slice(None))))
     for (_, restore), state in zip(generators, kept):
         restore(state)
     for name in culprits:
         report.warn(
-            f"layer {name} of {model.name} draws random numbers that are not from keras.random: each backend trains "
-            f"something else (jax and tensorflow draw them once for all steps); {_WITH_KERAS}"
+            f"layer {name} of {model.name} draws random numbers that are not from keras.random: the training differs "
+            f"between backends (jax and tensorflow draw them once for all steps); {_WITH_KERAS}"
         )
 
 
@@ -169,7 +180,7 @@ def _is_user_defined(layer: keras.layers.Layer) -> bool:
 
 
 def _calls_with_all_rows(model: keras.Model, name: str) -> bool:
-    """Lets each device call the layer of that name with the rows of all; returns whether that can be."""
+    """Makes each device call the named layer with the rows of all devices; returns whether this is possible."""
     layer, layout = dict(layers_within(model)).get(name.removeprefix("layer ")), row_layout_of(model)
     if layer is None or not layout.can_call_with_all_rows(layer):
         return False
@@ -178,13 +189,16 @@ def _calls_with_all_rows(model: keras.Model, name: str) -> bool:
 
 
 def _check_custom_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
-    """Compares what a user-defined `train_step` hands to optimizers and metrics, and what it leaves in variables.
+    """Compares a user-defined `train_step` on a split batch with the same step on the whole batch.
 
-    Where a step divides by what it finds in a batch (a number of tokens, a sum of weights), devices that find equally
-    much by chance hide it. So it is tried several times, with other rows and other random numbers.
+    It compares the values that optimizers and metrics get, and the values that variables have after the step.
+
+    A step may divide by a value that it computes from a batch (a number of tokens, a sum of weights). If this value is
+    the same on all devices by chance, an error stays hidden. So the step is tried several times, with other rows and
+    other random numbers.
 
     Raises:
-        UserError: if they differ by more than round-off.
+        UserError: if the results differ by more than rounding error.
     """
     samples = reader.sample(max(_NUM_SAMPLED, 4 * strategy.split.num_replicas - 1))
     for number, rows in enumerate(_rows_of_trials(samples, 4 * strategy.split.num_replicas - 1)):
@@ -192,10 +206,13 @@ def _check_custom_step(model: keras.Model, strategy: Strategy, reader: Reader) -
 
 
 def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
-    """Returns which samples are in the batch of each trial: the first ones, those that differ most, and others.
+    """Returns the indices of the samples in the batch of each trial.
 
-    The samples differ by how much of them is zero, negative, or the largest number, as padding, ignored labels and
-    masks are. The first half of the replicas gets those that differ most from most others, the second half the usual.
+    The first trial has the first samples. In the second trial, the first half of the replicas gets the most unusual
+    samples, and the second half gets the least unusual ones. Further trials have random samples.
+
+    A sample is unusual if its mean, or its share of zeros, negative values or maximum values, differs from most
+    samples. Padding, ignored labels and masks have these values.
     """
     score, size = np.zeros(1), 0
     for leaf in keras.tree.flatten(samples):
@@ -206,7 +223,7 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
         counted = [array == 0, array == array.max(initial=0), array < 0, array] if array.dtype.kind in "biuf" else []
         for counts in (each.mean(axis=1, dtype="float64") for each in counted):
             if np.isfinite(counts).all() and np.ptp(counts) > 0:
-                far = ((counts - counts.mean()) / counts.std()) ** 3  # what few samples have counts most
+                far = ((counts - counts.mean()) / counts.std()) ** 3  # values that few samples have count most
                 score = score + far * (1.0 if far.mean() >= 0 else -1.0)
     unusual = np.argsort(-np.broadcast_to(score, size), kind="stable")
     half, others = -(-num_rows // 2), np.random.RandomState(0)
@@ -215,11 +232,18 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
 
 
 def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, number: int) -> None:
-    """Does one trial of `_check_custom_step`, with these samples; `number`: others draw other random numbers."""
+    """Runs one trial of `_check_custom_step` on these samples.
+
+    Args:
+        model: the model with the user-defined step.
+        strategy: how the devices share the work.
+        data: the samples of this trial.
+        number: the number of the trial. Each trial draws different random numbers.
+    """
     batch = strategy.shard_batch(batch_of(data, dataclasses.replace(strategy.split, micro_batch_rows=None)))
 
     def begun(noise: float = 0.0) -> list[np.ndarray]:
-        """Lets the step begin with other values of variables; returns these."""
+        """Assigns the start values of the trial to the variables, and returns these values."""
         for variable, value in fixed_values(model, noise) if noise or number else ():
             is_seed = variable.name == "seed_generator_state"
             variable.assign(to_array(value) + np.asarray(1000 * number, variable.dtype) if is_seed else value)
@@ -249,29 +273,35 @@ def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, numb
     drawn, differing = (next(filter(None, names), []) for names in zip(*found))
     if drawn:
         raise UserError(
-            f"{title} gives another {drawn[0]} each time for the same batch: random numbers that are not from "
+            f"{title} computes a different {drawn[0]} each time for the same batch: random numbers that are not from "
             "keras.random would be the same on each device; use keras.random with a keras.random.SeedGenerator that "
             "the model holds, or train on one device"
         )
     if differing:
         function = getattr(model, "function", type(model).train_step)
         raise UserError(
-            f"{title} does something else with a batch that is split over the devices than with all of it, first in "
-            f"the {differing[0]}{_line_of(function)}: its losses must be means over the samples, each of which it "
-            "looks at by itself, and its metrics must add up; what it takes of several samples (a number of tokens or "
-            "boxes to divide by, a sum of weights, a comparison) must be that of all devices, by kerasdp.all_rows; or "
-            "train on one device, with --backend=jax, or, all the same, with --check=off"
+            f"{title} computes different values for a split batch than for the whole batch, first in the "
+            f"{differing[0]}{_line_of(function)}: its losses must be means over independent samples, and its metrics "
+            "must add up; compute values that need several samples (a number of tokens or boxes, a sum of weights, a "
+            "comparison) from all devices' rows, with kerasdp.all_rows; or train on one device or with --backend=jax, "
+            "or ignore the difference with --check=off"
         )
 
 
 def _line_of(function: Any) -> str:
-    """Returns where a user's function begins, in words; nothing where that is not known."""
+    """Returns the file and the line where a function starts, as text; an empty string if they are unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
 
 
 def _by_name(model: keras.Model, in_step: list[tuple[str, Any]], before: list[np.ndarray]) -> dict[str, Any]:
-    """Returns what a step found, by name, and by how much it changed variables, of which `before` has the values."""
+    """Returns, by name, the values that a step recorded and how much each variable changed.
+
+    Args:
+        model: the model that ran the step.
+        in_step: the recorded values, with their names.
+        before: the values of the variables before the step.
+    """
     found = {
         f"{name} (number {number + 1})": to_array(tensor)
         for number, (name, tensor) in enumerate(in_step)
@@ -281,10 +311,10 @@ def _by_name(model: keras.Model, in_step: list[tuple[str, Any]], before: list[np
         after = to_array(variable.value)
         if not (after == array).all():
             change = after.astype("float64") - array
-            # Beside it, a number that makes `is_close` accept what is lost of a small change to a large value.
+            # The appended value makes `is_close` accept the rounding error of a small change to a large value.
             lost = np.abs(after.astype("float64")).max() * _LOST.get(variable.dtype, 0.0) / tolerance_of(variable)
             found[f"value of {variable.path}"] = np.append(change, lost).astype(after.dtype)
-    return {name: keras.ops.convert_to_tensor(array) for name, array in found.items()}  # as they are now
+    return {name: keras.ops.convert_to_tensor(array) for name, array in found.items()}  # copies of the current values
 
 
 def _is_alike(whole: dict[str, Any], split: dict[str, Any], name: str, noisy: dict[str, Any] | None = None) -> bool:
@@ -295,9 +325,10 @@ def _is_alike(whole: dict[str, Any], split: dict[str, Any], name: str, noisy: di
 
 
 def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[ShardPass]]:
-    """Returns what layers give for a whole batch, and for a micro-batch of it, in this process.
+    """Runs the layers on a whole batch and then on one micro-batch, in this process; returns both passes.
 
-    Batch norm takes its moving statistics in both: those of micro-batches differ, as the user asked for.
+    Batch norm uses its moving statistics in both passes. With batch statistics, a micro-batch would differ from the
+    whole batch, as the user asked for.
     """
     passes = []
     for rows in (slice(0, NUM_ROWS), SHARD):
@@ -310,7 +341,10 @@ def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[Sh
 
 @contextlib.contextmanager
 def _statistics_of_whole_batch(model: keras.Model) -> Iterator[None]:
-    """Lets batch norms take the statistics of the global batch: each replica's own are another training by choice."""
+    """Makes batch norms use the statistics of the global batch within this context.
+
+    Separate statistics on each replica change the training by choice, so they are not an error.
+    """
     norms = [layer for layer in batch_norms(model) if isinstance(layer, BatchNormalization)]
     kept = [layer.statistics for layer in norms]
     for layer in norms:
@@ -323,13 +357,17 @@ def _statistics_of_whole_batch(model: keras.Model) -> Iterator[None]:
 
 
 def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool, noise: float = 0.0) -> ShardPass:
-    """Runs a forward pass of training on one device.
+    """Runs a training forward pass on one device.
 
-    `noise`: by how much each weight and each number of the inputs is changed, up or down, as a share of it. When
-    all inputs are the same, a batch norm leaves round-off alone.
+    Args:
+        model: the model to run.
+        data: inputs, targets and sample weights.
+        with_loss: whether to compute the loss.
+        noise: the relative change of each weight and each input value, up or down. Inputs change too, because for equal
+            inputs a batch norm outputs only rounding errors.
     """
     inputs, targets, sample_weight = rows_of((with_noise(data[0], noise), *data[1:]), slice(None))
-    # One scope for both: it holds the penalties of activities.
+    # One scope for outputs and loss: it holds the activity penalties.
     with keras.StatelessScope(fixed_values(model, noise), collect_losses=True):
         with shard_outputs(model) as layers:
             outputs = call_in_training(model, inputs)
@@ -342,19 +380,24 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool,
 
 
 def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | None = None) -> tuple[int, str, str]:
-    """Returns place, name and size of the first difference; without one the last place of all, and no text.
+    """Returns place, name and size of the first difference between two passes.
 
-    `noisy`: the whole, with weights that differ by round-off. Deep nets with batch norm make much of it: what differs
-    there as much as here is no fault.
+    Without a difference, the place is `_LAST`, and name and size are empty.
+
+    Args:
+        whole: the pass on the whole batch.
+        shard: the pass on a replica's shard.
+        noisy: a pass on the whole batch with rounding errors added to the weights. Deep nets with batch norm amplify
+            these errors. A difference of `shard` that is no larger is not an error.
     """
     of_shard, of_noisy = _named(shard), {} if noisy is None else _named(noisy)
     for place, (key, (name, expected)) in enumerate(_named(whole).items()):
         if key not in of_shard:
-            if isinstance(key, int):  # the loss is not computed of the outputs of all
+            if isinstance(key, int):  # the loss is not computed from the outputs of all replicas
                 continue
             return place, name, "it is not called"
         received, tolerance = of_shard[key][1], _tolerance(expected, of_noisy.get(key, (name, None))[1])
-        # With a loss, outputs are those of the whole batch; those of a prediction are the replica's.
+        # With a loss, a pass has the outputs of the whole batch. A prediction has the replica's outputs.
         if key == "loss" or (isinstance(key, int) and whole.loss is not None):
             is_alike = is_close(to_array(expected), to_array(received), tolerance)
         else:
@@ -365,7 +408,7 @@ def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | Non
 
 
 def _named(one: ShardPass) -> dict[Any, tuple[str, Any]]:
-    """Returns what a pass gave, in its order, each with its name for messages; outputs by their numbers."""
+    """Returns the tensors of a pass in order, each with its name for messages; outputs have integer keys."""
     return (
         {key: (f"layer {layer_name(key)}", tensor) for key, tensor in one.layers.items()}
         | {number: ("the outputs", tensor) for number, tensor in enumerate(one.outputs)}
@@ -374,9 +417,9 @@ def _named(one: ShardPass) -> dict[Any, tuple[str, Any]]:
 
 
 def _tolerance(expected: Any, noisy: Any) -> float:
-    """Returns how much a tensor may differ, as a share of its largest number.
+    """Returns how much a tensor may differ, relative to its largest value.
 
-    Whole numbers (the expert of a token, the entry of a codebook) may be any where round-off changes one of them.
+    Integers (the expert of a token, the entry of a codebook) may have any value if rounding errors change one of them.
     """
     if noisy is None:
         return tolerance_of(expected)
@@ -388,7 +431,7 @@ def _tolerance(expected: Any, noisy: Any) -> float:
 
 
 def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardPass, tolerance: float) -> bool:
-    """Returns whether a tensor holds a shard's rows of the whole, wherever in it the rows are."""
+    """Returns whether a tensor holds a shard's rows of the whole tensor, on any axis and in any `RowOrder`."""
     whole, own = to_array(whole_tensor), to_array(own_tensor)
     if shard.num_rows == 0:
         return True  # all of it is padding
@@ -417,9 +460,10 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
 
 
 def _is_part(whole: np.ndarray, own: np.ndarray, shard: ShardPass, tolerance: float) -> bool:
-    """Returns whether one tensor is a part of another, where rows of several lengths are laid one after the other.
+    """Returns whether a tensor is one contiguous section of another tensor, for rows of different lengths.
 
-    Whole numbers may be counted from the part's first entry (nodes, rows). Padding is at the end, after the last row.
+    The rows lie one after the other on axis 0. Integers may count from the first entry of the section (nodes, rows).
+    Padding is at the end, after the last row.
     """
 
     def is_at(place: int) -> bool:
@@ -432,13 +476,13 @@ def _is_part(whole: np.ndarray, own: np.ndarray, shard: ShardPass, tolerance: fl
     is_padded = shard.num_rows < shard.rows
     if not len(own) or (len(own) > len(whole) and not is_padded):
         return False
-    places = range(len(whole) - (shard.num_rows if is_padded else len(own)) + 1)  # a row has an entry at least
+    places = range(len(whole) - (shard.num_rows if is_padded else len(own)) + 1)  # a row has at least one entry
     return any(is_at(place) for place in places if not is_padded or place + len(own) >= len(whole))
 
 
 def _size(expected: Any, received: Any) -> str:
     expected, received = to_array(expected), to_array(received)
     if expected.ndim != received.ndim:
-        return f"shape {expected.shape} on one, {received.shape} on several"
+        return f"shape {expected.shape} for the whole batch, {received.shape} for the split batch"
     largest = (float(np.abs(array).max(initial=0.0)) for array in (expected, received))
-    return "largest number {:.4g} on one, {:.4g} on several".format(*largest)
+    return "largest value {:.4g} for the whole batch, {:.4g} for the split batch".format(*largest)

@@ -1,8 +1,9 @@
-"""Runs a user-defined `train_step` or `test_step` on each replica's rows, and joins what they find.
+"""Runs a user-defined `train_step` or `test_step` on each replica's rows, and combines the results.
 
-Each replica's step gets its rows as if they were the batch. The gradients that reach an optimizer are averaged over the
-replicas, weighted by their rows; metrics are joined. So the step is that of the whole batch where its losses are means
-over rows. Before that a step is tried on a few rows, to see what it does; the trial changes nothing.
+Each replica's step gets its rows as if they were the whole batch. The gradients that reach an optimizer are averaged
+over the replicas, weighted by rows. Metrics are combined. So the result is the same as for the whole batch, if the
+losses are means over rows. Before the first step, a trial on a few rows finds out what the step does. The trial changes
+nothing.
 """
 
 import contextlib
@@ -36,24 +37,24 @@ from kerasdp.step.row_search import (
 )
 
 Tensor = Any
-# What a step found, with its name.
+# A value that a trial of a step recorded, after its name.
 Found = tuple[str, Tensor | None]
 
 
 @dataclasses.dataclass(kw_only=True)
 class Share:
-    """What a replica has of a global batch, and how it learns what the others found.
+    """Describes a replica's share of a global batch, and combines values with the other replicas.
 
     Args:
-        rows: of this replica.
-        total_rows: of all.
+        rows: the number of rows of this replica.
+        total_rows: the number of rows of all replicas.
         build: builds an optimizer once for all replicas.
-        add_up: sums each of these tensors over the replicas.
-        is_trial: whether this step is only to be looked at: no optimizer changes anything.
-        found: in a trial, by name: the gradients that reached an optimizer, and by how much metrics' variables changed,
-            of the global batch.
-        results: what metrics gave within the step, each with a function that computes it again.
-        declared: what the step returns that is no mean.
+        add_up: sums each tensor of a list over the replicas.
+        is_trial: whether this step is a trial. No optimizer changes anything in a trial.
+        found: the records of a trial, by name and for the global batch: the gradients that reached an optimizer, and
+            the changes of the metrics' variables.
+        results: the results of metrics within the step, each with a function that computes the result again.
+        declared: the values returned by the step that are not means.
     """
 
     rows: int
@@ -66,9 +67,9 @@ class Share:
     declared: list[Tensor] = dataclasses.field(default_factory=list)
 
     def of_all(self, sums: list[Tensor | None], means: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
-        """Sums tensors over the replicas, and averages others, weighted by rows, in one message for each type.
+        """Sums tensors over the replicas, and averages others weighted by rows, in one message for each dtype.
 
-        A replica without rows of its own adds nothing. None stays None.
+        A replica without real rows adds zeros. None stays None.
         """
         own = [*sums, *(None if tensor is None else tensor * (self.rows / self.total_rows) for tensor in means)]
         present = [ops.convert_to_tensor(tensor) for tensor in own if tensor is not None]
@@ -83,7 +84,7 @@ class Share:
 
 @contextlib.contextmanager
 def join_steps(model: keras.Model) -> Iterator[None]:
-    """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
+    """Makes optimizers and metrics use the `Share` of the current step, within this context."""
     clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradients")
     hooks = hooked_steps(model, _apply_means, _update_by_rows, _remember_result)
     with hooks, clipping.clipping_means(_means_of_clipped):
@@ -94,17 +95,17 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
     """Runs a step within `join_steps`, and returns its logs for the global batch.
 
     Args:
-        model: whose metrics the step updates.
-        name: of its step.
+        model: the model whose metrics the step updates.
+        name: the name of the step.
         data: this replica's rows: inputs, targets and sample weights, without padding.
-        share: of this replica.
+        share: the share of this replica.
     """
     variables = model.metrics_variables
     before = [ops.copy(variable) for variable in variables]
     with step_with(share=share):
         logs = getattr(model, name)(as_keras_gives(data))
     changes = [variable - value for variable, value in zip(variables, before)]
-    # A value that a metric gave is computed again; others are averaged.
+    # The result of a metric is computed again; other values are averaged.
     found = [
         (value, next((again for known, again in share.results if known is value), None))
         for value in keras.tree.flatten(logs)
@@ -132,17 +133,19 @@ def run_on_shard(
     """Runs a step on a replica's shard of a batch, within `join_steps`.
 
     Args:
-        model: of the user.
-        name: of its step.
+        model: the user's model.
+        name: the name of the step.
         batch: inputs, targets and sample weights of the replica's padded shard.
-        context: of the shard.
-        add_up: see `Share`; so are `build` and `is_trial`.
+        context: the context of the shard.
+        add_up: see `Share`.
+        build: see `Share`.
+        is_trial: see `Share`.
 
     Returns:
-        The logs, and what was found in a trial, both for the global batch.
+        The logs and the records of a trial, both for the global batch.
     """
     context = context.of_real_rows()
-    rows = context.rows or 0  # where it has no row of its own, one of padding
+    rows = context.rows or 0  # a replica without real rows has one padding row
     data = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:rows], batch)
     share = Share(
         rows=context.num_rows, total_rows=context.total_rows or 0, add_up=add_up, build=build, is_trial=is_trial
@@ -154,7 +157,10 @@ def run_on_shard(
 
 
 def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Averages gradients that a step is about to clip; when they reach the optimizer, their mean is the same."""
+    """Averages gradients over the replicas before a step clips them.
+
+    The optimizer gets their mean later, which is the same.
+    """
     share = current_step().share
     return gradients if share is None else share.mean(gradients)
 
@@ -174,12 +180,15 @@ def _apply_means(apply: Callable[..., Any], optimizer: Any, grads: Any, trainabl
         means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
         share.found += [(f"gradient of {name}", mean) for name, mean in means]
         return None
-    with step_with(share=None):  # a LossScaleOptimizer has another one apply them
+    with step_with(share=None):  # a LossScaleOptimizer calls an inner optimizer
         return apply(optimizer, share.mean(list(grads)), trainable_variables)
 
 
 def _update_by_rows(update: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    """A mean of numbers, each of a step, takes each replica's by its rows; one of rows has as many as there are."""
+    """Updates a metric with values, and weights a scalar by this replica's share of the rows.
+
+    A metric that gets a value for each row needs no weight.
+    """
     share = current_step().share
     if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
         sample_weight = share.rows / share.total_rows
@@ -196,22 +205,22 @@ def _remember_result(result: Callable[[], Any]) -> Any:
 
 
 def title_of(model: keras.Model, name: str) -> str:
-    """Returns how messages name a step of a model, `name`."""
+    """Returns the name of a model's step for messages."""
     return getattr(model, "title", f"{name} of {type(model).__name__}")
 
 
 def refuse_next_values(model: keras.Model, what: str, instead: str) -> None:
-    """Raises `UserError` for variables that are overwritten with their gradients, where these are not of a whole batch.
+    """Raises `UserError` for float8 variables, whose gradient is their next value and needs the whole batch.
 
     Args:
-        model: built.
-        what: would train it so.
-        instead: what to do.
+        model: a built model.
+        what: what trains the model without the whole batch, for the message.
+        instead: what the user should do.
     """
     for variable in filter(is_next_value, model.trainable_variables):
         raise UserError(
             f"{what}: expected gradients that an optimizer may average. Received: {variable.path} of {model.name}, "
-            f"whose gradient is its next value (float8), found in the whole batch; {instead}"
+            f"whose gradient is its next value (float8) and needs the whole batch; {instead}"
         )
 
 
@@ -222,19 +231,19 @@ def find_rows_of_step(
     strategy: Any,
     will_be_checked: bool = False,
 ) -> None:
-    """Finds where the rows are in all that a user-defined step computes; `row_layout_of` gives it.
+    """Finds where the rows of a batch are in the tensors of a user-defined step; `row_layout_of` returns it.
 
-    The step is run on a few rows and on half of them; nothing changes.
+    The step runs on a few rows and on half of them. Nothing changes.
 
     Args:
-        model: built and made `portable`.
-        name: of the step.
-        data: `NUM_ROWS` samples: inputs, targets and sample weights, in NumPy.
-        strategy: of the run.
-        will_be_checked: whether a wrong answer will be found, so that an uncertain one will do.
+        model: a built model, made `portable`.
+        name: the name of the step.
+        data: `NUM_ROWS` samples as NumPy arrays: inputs, targets and sample weights.
+        strategy: the strategy of the run.
+        will_be_checked: whether a later check would detect a wrong result. Then a guess is allowed.
 
     Raises:
-        UserError: if that cannot be known, since the step mixes the samples of a batch.
+        UserError: if the rows cannot be found, because the step mixes the samples of a batch.
     """
 
     def call(search: RowLayout, rows: slice) -> None:
@@ -252,7 +261,7 @@ def find_rows_of_step(
 
 
 def _trial_of(model: keras.Model, name: str, data: tuple[Any, Any, Any], strategy: Any) -> Callable[[], list[Found]]:
-    """Returns a function that runs a step on a whole batch, in a replica, without an update; it gives what it found."""
+    """Returns a function that runs a step on a whole batch in a replica, without an update, and returns its records."""
     num_rows, build = len(keras.tree.flatten(data)[0]), strategy.shard_steps(model).build_optimizer
 
     def run_trial() -> list[Found]:
@@ -266,9 +275,9 @@ def _trial_of(model: keras.Model, name: str, data: tuple[Any, Any, Any], strateg
 
 @contextlib.contextmanager
 def leave_unchanged(model: keras.Model) -> Iterator[None]:
-    """Returns the context of steps that are only looked at: afterwards the model is what it was.
+    """Restores a model after trial steps, when the context ends.
 
-    Weights, and plain attributes (a counter of steps, say); metrics are as at the begin of an epoch.
+    It restores variables and plain attributes (for example a counter of steps). Metrics are reset.
     """
     model.reset_metrics()
     values = fixed_values(model)
@@ -279,18 +288,20 @@ def leave_unchanged(model: keras.Model) -> Iterator[None]:
         model.reset_metrics()
         for variable, value in values:
             variable.assign(value)
-            if getattr(variable.value, "grad", None) is not None:  # of torch: not every step begins by zeroing it
+            if getattr(variable.value, "grad", None) is not None:  # torch: not every step starts by zeroing it
                 variable.value.grad = None
 
 
 def try_whole_step(model: keras.Model, data: tuple[Any, Any, Any], strategy: Any) -> list[Found]:
-    """Runs a model's own `train_step` on a whole batch, without an update, within `leave_unchanged`.
+    """Runs a model's custom `train_step` on a whole batch without an update, within `leave_unchanged`.
 
     Args:
-        model: as in `find_rows_of_step`; so are `data`, of any number of rows, and `strategy`.
+        model: see `find_rows_of_step`.
+        data: see `find_rows_of_step`; any number of rows.
+        strategy: see `find_rows_of_step`.
 
     Returns:
-        What it found, as in `Share`.
+        The records of the trial: see `Share`.
     """
     run_trial = _trial_of(model, "train_step", rows_of(data, slice(None)), strategy)
 
@@ -303,13 +314,13 @@ def try_whole_step(model: keras.Model, data: tuple[Any, Any, Any], strategy: Any
 
 @dataclasses.dataclass(kw_only=True)
 class StepParts:
-    """What a user-defined step uses.
+    """Holds the layers, optimizers, metrics and variables that a user-defined step uses.
 
     Attributes:
-        layers: that it calls, without those that are called within them.
-        optimizers: that it lets apply gradients, each with the weights.
-        metrics: that it updates.
-        variables: that it reads or assigns and that are in none of these.
+        layers: the layers that the step calls, without the layers called within them.
+        optimizers: the optimizers that apply gradients, each with the weights.
+        metrics: the metrics whose variables the step uses.
+        variables: variables that the step reads or assigns, and that belong to none of the above.
     """
 
     layers: list[keras.layers.Layer]
@@ -319,7 +330,7 @@ class StepParts:
 
 
 class _Recording(InnerScope):
-    """Takes which variables are read or assigned, by their `id`, into `used`."""
+    """Fills the dict `used` with the variables that are read or assigned, by their `id`."""
 
     def __init__(self, used: dict[int, keras.Variable]):
         super().__init__()
@@ -330,9 +341,9 @@ class _Recording(InnerScope):
         super().add_update(update)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        if raw_value(variable) is None:  # Keras makes it when the scope is left
+        if raw_value(variable) is None:  # Keras creates it when the scope ends
             raise UserError(
-                f"the step makes the variable {variable.path}: make variables, layers and metrics, and build them, "
+                f"the step creates the variable {variable.path}: create and build variables, layers and metrics "
                 "before the step"
             )
         self.used.setdefault(id(variable), variable)
@@ -342,16 +353,18 @@ class _Recording(InnerScope):
 def find_parts(
     step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], Any], name: str = UNNAMED
 ) -> StepParts:
-    """Runs a step, and returns what it uses; no variable changes, no optimizer updates or is built.
+    """Runs a step, and returns the layers, optimizers, metrics and variables that it uses.
+
+    No variable changes. No optimizer is built or updates weights.
 
     Args:
-        step: of a user.
-        data: a few samples, as the step takes them, in NumPy.
+        step: the user's step.
+        data: a few samples in NumPy, in the structure that the step takes.
         run_in_replicas: `each_replica` of a `kerasdp.contract.Strategy`.
-        name: of what draws random numbers: see `portable_draws`.
+        name: the name under which random numbers are drawn: see `portable_draws`.
 
     Raises:
-        UserError: if the step makes a variable.
+        UserError: if the step creates a variable.
     """
     calls: dict[int, keras.layers.Layer] = {}
     applied: dict[int, tuple[Any, list[Any]]] = {}
@@ -382,5 +395,5 @@ def find_parts(
 
 
 def _living(kind: type) -> list[Any]:
-    """Returns all objects of a class, in the order in which they were made: Keras (3.15) keeps no list."""
+    """Returns all living objects of a class, in the order of their creation. Keras (3.15) keeps no list of them."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -1,6 +1,6 @@
-"""Holds the training step of `fit`: what it computes, from the rows of a batch to the update, on each replica.
+"""Defines the training step of `fit` on each replica, from the rows of a batch to the update.
 
-Each backend defines how a replica differentiates, exchanges and updates: see `Replica`.
+Each backend defines how a replica differentiates, all-reduces and updates: see `Replica`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
-    """Trains one step on the global batch, of which each replica computes its shard.
+    """Trains one step on the global batch; each replica computes its shard.
 
-    The numbers in brackets are those of the rules in docs/contributing/same-learning.md.
+    The numbers in brackets in the comments are the rules of docs/contributing/same-learning.md.
 
     Args:
-        replica: the one that this step runs on.
-        batch: its padded shard of the batch (1). On jax one replica stands for all devices, and has the whole batch.
-        detail: what to record of this step: outputs and gradients, or nothing.
+        replica: the replica that runs this step.
+        batch: its padded shard of the batch (1). On JAX one replica stands for all devices, and has the whole batch.
+        detail: how much of this step to record: outputs and gradients, or nothing.
     """
     from kerasdp.step.observer import observed, record_forward_pass
 
     model, passes = replica.model, replica.passes(batch)
     variables = model.trainable_weights[:]
-    # With several passes (micro-batches) a forward pass has the outputs of one micro-batch alone.
+    # With several passes (micro-batches), a forward pass has the outputs of only one micro-batch.
     detail = Detail.NOTHING if len(passes) > 1 else detail
 
     def forward_and_loss(one_pass: Pass) -> tuple[Any, "GlobalBatch", dict[str, Any]]:
@@ -53,8 +53,8 @@ def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
     rate = learning_rate(model.optimizer)  # of this step: read before the update
 
     def update() -> None:
-        # TensorFlow compiles this as a function of its own on GPUs. What is unpacked within it must not be used
-        # outside, so it unpacks again, which sends nothing.
+        # TensorFlow compiles this as a separate function on GPUs. Tensors unpacked within it must not be used outside.
+        # So it unpacks again, which sends nothing.
         own_means, own_sums = unpack()
         global_batch.store_sums(own_sums)
         global_batch.update_moving_statistics()

@@ -1,8 +1,8 @@
-"""Computes loss and metrics of a global batch from what a replica computed of its own rows, in one pass or in several.
+"""Computes loss and metrics of a global batch from the rows of each replica, in one pass or in several.
 
-Each replica sums what its own rows have in a loss that is a sum over rows, divided by what the loss of the whole batch
-is divided by; and the changes of metrics that add up. Those of Keras are known, and others are declared with
-`per_sample`. For all else the outputs of the whole batch are gathered.
+A loss may be a sum over rows. Then each replica sums the losses of its rows, and divides by the divisor of the whole
+batch's loss. For a metric that adds up, each replica computes the changes by its rows. Losses and metrics of Keras are
+known, and others are declared with `per_sample`. For all others, the outputs of the whole batch are gathered.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from kerasdp.same.replica_context import ReplicaContext, RowOrder
 
 Tensor = Any
 
-# Keras' functions (3.15) that give a loss for each row, and nothing about rows taken together (as `dice`).
+# Keras' functions (3.15) that return a loss for each row, from that row only. `dice`, for example, does not.
 BY_ROWS = {
     getattr(keras.losses, name)
     for name in (
@@ -91,12 +91,12 @@ def per_sample(definition: Definition) -> Definition:
 
 
 def _is_declared(*definitions: Any) -> bool:
-    """Returns whether one of these was given to `per_sample`."""
+    """Returns whether one of these objects was given to `per_sample`."""
     return any(getattr(definition, _DECLARED, False) for definition in definitions)
 
 
 def is_by_rows(loss: keras.losses.Loss) -> bool:
-    """Returns whether a loss is known to give a value, or values, for each row, which depend on that row alone."""
+    """Returns whether each value of a loss is known to depend on one row only."""
     function = getattr(loss, "fn", None)
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return False
@@ -106,7 +106,7 @@ def is_by_rows(loss: keras.losses.Loss) -> bool:
 
 
 def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
-    """Returns whether class and function of a loss are Keras' own."""
+    """Returns whether the class and the function of a loss are defined by Keras."""
     return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
 
 
@@ -114,23 +114,22 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
     """Returns the weight of each micro-batch's loss in the loss of the global batch.
 
     Args:
-        model: compiled, and its losses built.
-        counts: rows of each micro-batch.
+        model: a compiled model with built losses.
+        counts: the rows of each micro-batch.
         is_weighted: whether the samples have weights.
-        instead: what to do about a loss that cannot be computed for each of them alone.
+        instead: what the user should do about a loss that needs the whole batch.
 
     Raises:
         UserError: if the loss of the global batch is not a sum over the micro-batches.
     """
-    # Those that Keras has made of all that `compile` takes, in each of its outputs.
+    # The losses that Keras has built from the arguments of `compile`, for each output.
     losses = output_losses(model)
     for loss in losses:
-        # One with `ignore_class` takes the mean of what is left (Keras 3.15).
+        # A loss with `ignore_class` takes the mean of the remaining values (Keras 3.15).
         if not is_by_rows(loss) or loss_options(loss).get("ignore_class") is not None:
             raise UserError(
-                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}, or, where it "
-                "returns a value for each sample, which depends on that sample alone, declare it with "
-                "kerasdp.per_sample"
+                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}, or, if it returns a "
+                "value for each sample that depends on that sample only, declare it with kerasdp.per_sample"
             )
     reductions = {loss.reduction for loss in losses}
     if reductions == {"sum"}:
@@ -145,31 +144,31 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
 
 
 def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[keras.Variable]:
-    """Returns the variables to which user-defined losses of `compile` assign; they are no model's.
+    """Returns the variables that custom losses of `compile` assign to. They belong to no model.
 
     Args:
-        model: its losses built.
-        targets: a few rows, NumPy arrays.
-        symbols: the model's outputs, as it gives them: `KerasTensor`s, whose rows do not matter.
+        model: a model with built losses.
+        targets: a few rows as NumPy arrays.
+        symbols: the model's outputs in their structure, as `KerasTensor`s. Their number of rows does not matter.
     """
     numbers, num_rows = np.random.RandomState(0), len(keras.tree.flatten(targets)[0])
 
     def random(tensor: Any) -> Any:
-        """Returns outputs between 0 and 1, which suits probabilities and all else."""
+        """Returns random outputs between 0 and 1, which suit probabilities and any other outputs."""
         values = numbers.uniform(0.05, 0.95, (num_rows, *tensor.shape[1:]))
         return ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
 
-    with contextlib.suppress(Exception), InnerScope() as scope:  # on outputs that they may not expect
+    with contextlib.suppress(Exception), InnerScope() as scope:  # they may not expect such outputs
         cast(Any, compiled_loss(model))(targets, keras.tree.map_structure(random, symbols))
     known = set(map(id, compiled_variables(model)[0]))
-    # They draw portably.
+    # Seed generators are left out: they draw portably.
     return [each for each in scope.assigned if id(each) not in known and each.name != "seed_generator_state"]
 
 
 def adds_up(metric: keras.metrics.Metric) -> bool:
-    """Returns whether updates with some rows of a batch, and with the others, change the variables as one with all."""
+    """Returns whether updates with some rows and then the other rows change a metric like one update with all."""
     function, options = metric_function(metric)
-    if _is_declared(function, type(metric)):  # TensorFlow adds no truths up, and one of all rows is no sum
+    if _is_declared(function, type(metric)):  # TensorFlow does not sum bools, and a bool of all rows is no sum
         return not any(variable.dtype == "bool" for variable in metric.variables)
     if is_of_keras(type(metric)) and function is None:
         return bool(metric.variables)
@@ -178,7 +177,7 @@ def adds_up(metric: keras.metrics.Metric) -> bool:
 
 
 def reasons_to_gather_for_loss(model: keras.Model) -> list[str]:
-    """Returns what makes the loss of a compiled model need the outputs of the whole batch; nothing, it may be."""
+    """Returns the reasons why the loss of a compiled model needs the outputs of the whole batch; may be empty."""
     if _overrides(model, "compute_loss"):
         return [f"compute_loss of {type(model).__name__}"]
     coupling = [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
@@ -186,25 +185,25 @@ def reasons_to_gather_for_loss(model: keras.Model) -> list[str]:
 
 
 def reasons_to_gather_for_metrics(model: keras.Model) -> list[str]:
-    """Returns what makes the metrics of a compiled model need the outputs of the whole batch; nothing, it may be."""
+    """Returns the reasons why the metrics of a compiled model need the outputs of the whole batch; may be empty."""
     own = [f"compute_metrics of {type(model).__name__}"] if _overrides(model, "compute_metrics") else []
     coupling = [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
     return own + [f"the metric {metric.name} (not known to add up)" for metric in coupling]
 
 
 def _overrides(model: keras.Model, method: str) -> bool:
-    """Returns whether a model's class has a method of its own."""
+    """Returns whether a model's class overrides a method of `keras.Model`."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 class Data(NamedTuple):
-    """A batch, or some rows of it, and what the model gives for it: structures of tensors.
+    """Holds a batch, or some of its rows, and the model's outputs for them, as structures of tensors.
 
     Attributes:
-        inputs: of which user-defined methods may make use.
-        targets: with as many rows as `outputs`; may be None.
-        outputs: of the model.
-        sample_weight: may be None.
+        inputs: inputs, which user-defined methods may use.
+        targets: targets with as many rows as `outputs`; may be None.
+        outputs: outputs of the model.
+        sample_weight: sample weights; may be None.
     """
 
     inputs: Any
@@ -214,11 +213,11 @@ class Data(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the passes of a step leave for its end. `added` sums it over micro-batches.
+    """Holds the sums that the passes of a step leave for its end. `added` adds them up over micro-batches.
 
     Attributes:
-        to_reduce: by name, what is to be summed over the replicas.
-        complete: likewise, what all replicas have the sum of.
+        to_reduce: tensors that are still to be summed over the replicas, by name.
+        complete: tensors that are already sums over all replicas, by name.
     """
 
     to_reduce: dict[str, Tensor]
@@ -226,7 +225,7 @@ class Sums(NamedTuple):
 
 
 def added(before: Sums | None, sums: Sums) -> Sums:
-    """Adds what a pass leaves to what those before have left."""
+    """Adds the sums of a pass to the sums of the passes before it."""
     if before is None:
         return sums
 
@@ -237,13 +236,16 @@ def added(before: Sums | None, sums: Sums) -> Sums:
 
 
 class GlobalBatch:
-    """Loss and metrics of a global batch on one replica, after its forward pass, or the last one of its micro-batches.
+    """Computes loss and metrics of a global batch on one replica, after its forward pass.
+
+    There is one object per micro-batch. The last one gets the sums of all micro-batches.
 
     Attributes:
-        loss: its gradients, averaged over the replicas and added up over micro-batches, are the
-            gradients of the global batch's loss.
-        sums: of this pass; once there are more, of all.
-        is_of_own_rows: whether the loss is a sum over the replicas' rows, else it is computed of all rows.
+        loss: the loss to differentiate. Its gradients, averaged over the replicas and added up over micro-batches, are
+            the gradients of the global batch's loss.
+        sums: the sums of this pass, or of all passes once they are added up.
+        is_of_own_rows: whether the loss is a sum over the replicas' rows. Otherwise each replica computes it from all
+            rows.
     """
 
     def __init__(
@@ -253,13 +255,13 @@ class GlobalBatch:
         """Computes the loss.
 
         Args:
-            model: built and compiled.
-            context: of the forward pass; None: the replica has the whole batch.
+            model: a built and compiled model.
+            context: the context of the forward pass. None: the replica has the whole batch.
             padded: the replica's rows, with padding.
-            num_rows: of the global batch, or of the micro-batch.
-            training: as Keras means it.
-            add_up: sums a number over the replicas, for what the loss is divided by.
-            total_rows: of the global batch. None: `num_rows`.
+            num_rows: the number of rows of the global batch, or of the micro-batch.
+            training: Keras' argument `training`.
+            add_up: sums a value over the replicas, for the divisor of the loss.
+            total_rows: the number of rows of the global batch. None: `num_rows`.
             share: the weight of the micro-batch's loss in the loss of the global batch.
         """
         from kerasdp.same.layers import pack_moving
@@ -268,7 +270,7 @@ class GlobalBatch:
         self._total_rows, self._share = total_rows or num_rows, share
         self._is_part = context is not None and context.is_micro_batch
         self.sums = Sums({}, {})
-        # The replica's rows with padding, and without; and those of all.
+        # The replica's rows with padding and without padding, and the rows of all replicas.
         self._padded, self._add_up = padded, add_up
         self._unpadded = padded if context is None else _without_padding(padded, context)
         self._whole: Data | None = None
@@ -283,19 +285,19 @@ class GlobalBatch:
             self.sums.to_reduce["moving"] = pack_moving(context.moving)
 
     def tensors(self) -> Any:
-        """Returns what a function that is differentiated on jax must return, for `with_tensors`."""
+        """Returns the tensors that a differentiated function must return on JAX, for `with_tensors`."""
         outputs = self._padded.outputs
         return self.sums, outputs, keras.tree.map_structure(mask_of, outputs)
 
     def with_tensors(self, tensors: Any) -> "GlobalBatch":
-        """Takes what has become of `tensors` outside of that function."""
+        """Takes the values of `tensors` outside of the differentiated function; returns this object."""
         self.sums, outputs, masks = tensors
         self._padded = self._padded._replace(outputs=keras.tree.map_structure(set_mask, outputs, masks))
         return self
 
     def whole(self) -> Data:
-        """Returns all rows of the global batch; gathers them when it is first called."""
-        # No `cached_property`, which (Python 3.11) lets only one thread in: TensorFlow traces replicas in turns.
+        """Returns all rows of the global batch. The first call gathers them."""
+        # No `cached_property`: it (Python 3.11) lets in only one thread, and TensorFlow traces replicas in turns.
         padded, context = self._padded, self.context
         if self._whole is None and context is not None:
             self._whole = Data(
@@ -307,7 +309,7 @@ class GlobalBatch:
         return self._whole or padded
 
     def count_metrics(self) -> None:
-        """Computes what the replica's rows change in the metrics; outside of what is differentiated."""
+        """Computes how the replica's rows change the metrics. It is called outside of the differentiated function."""
         if self._add_up_metrics:
             rows = self._unpadded if self._has_own_rows else self.whole()
             _, variables = compiled_variables(self.model)
@@ -323,14 +325,14 @@ class GlobalBatch:
         return self._sums_of_all["loss"]
 
     def update_moving_statistics(self) -> None:
-        """Moves the moving statistics of layers whose replicas have statistics of their own."""
+        """Updates the moving statistics of layers that compute separate statistics on each replica."""
         from kerasdp.same.layers import move_together
 
         if "moving" in self._sums_of_all and self.context is not None:
             move_together(self.context.moving or [], self._sums_of_all["moving"])
 
     def update_metrics(self, loss: Tensor) -> dict[str, Any]:
-        """Updates the metrics with the global batch, of which `loss` is the loss; returns Keras' logs."""
+        """Updates the metrics with the global batch and its loss; returns Keras' logs."""
         update_loss_metric(self.model, loss, self._total_rows)
         for name, variables in zip(("losses", "metrics"), compiled_variables(self.model)):
             for place, variable in enumerate(variables):
@@ -343,11 +345,11 @@ class GlobalBatch:
         return self.model.compute_metrics(inputs, whole.targets, outputs, sample_weight=whole.sample_weight)
 
     def _is_by_rows(self) -> bool:
-        """Returns whether each replica has rows, and each output an entry for each of them."""
+        """Returns whether each replica has rows, and each output has one entry for each row."""
         context, outputs = self.context, keras.tree.flatten(self._padded.outputs)
         if context is None or context.rows is None or not all(each.num_rows for each in context.replicas):
             return False
-        # Without a second axis, the rows are what Keras takes the mean of.
+        # Without a second axis, Keras takes the mean over the rows.
         return all(
             len(leaf.shape) > 1
             and leaf.shape[0] == context.rows
@@ -357,7 +359,7 @@ class GlobalBatch:
 
     def _loss_of_all_rows(self) -> Tensor:
         whole = self.whole()
-        # A copy, as above. The thread of a replica knows nothing of the context of the run.
+        # Copies, as above. The thread of a replica does not have the context of the run.
         targets, weights = _each(ops.copy, whole.targets), _each(ops.copy, whole.sample_weight)
         with losses_of_whole_batch(self._factor_of_means()), portable_draws("a loss"):
             if self._is_part and (compiled := compiled_loss(self.model)) is not None:
@@ -369,9 +371,12 @@ class GlobalBatch:
         return loss
 
     def _with_added(self, loss: Tensor | None) -> Tensor:
-        """Adds to a loss what layers add, and the penalties of weights; of a micro-batch by its share of the rows."""
+        """Adds the losses of layers and the penalties of weights to a loss.
+
+        In a micro-batch, both are multiplied by its share of the rows.
+        """
         loss = loss * self._share if self._is_part and loss is not None else loss
-        for penalty in map(ops.sum, self.model.losses):  # each replica has all of them
+        for penalty in map(ops.sum, self.model.losses):  # each replica has all penalties
             penalty = penalty * (self.num_rows / self._total_rows) if self._is_part else penalty
             loss = penalty if loss is None else loss + penalty
         if loss is None:
@@ -379,11 +384,11 @@ class GlobalBatch:
         return loss
 
     def _factor_of_means(self) -> float:
-        """Returns by what the micro-batch's loss is multiplied in the means that Keras keeps, weighted by the rows."""
+        """Returns the factor of the micro-batch's loss in Keras' means of losses, which are weighted by rows."""
         return self._share * self._total_rows / self.num_rows
 
     def _inputs_for(self, method: str) -> Any:
-        """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
+        """Returns the inputs of the global batch for a user-defined method. Keras' method does not use them."""
         inputs = self._padded.inputs
         if self.context is None or not _overrides(self.model, method):
             return inputs
@@ -393,7 +398,7 @@ class GlobalBatch:
         rows, context = self._unpadded, cast(ReplicaContext, self.context)
         variables, _ = compiled_variables(self.model)
         compiled = compiled_loss(self.model)
-        # What Keras keeps of each output's loss: a mean, weighted by the rows.
+        # Keras keeps a mean of each output's loss, weighted by the rows.
         factor = self._factor_of_means() * self.num_rows / (context.num_rows * context.num_replicas)
         with (
             keras.StatelessScope(_zeros(variables)) as scope,
@@ -407,9 +412,10 @@ class GlobalBatch:
         return loss
 
     def _share_of_loss(self, loss: keras.losses.Loss, targets: Any, outputs: Any, sample_weight: Any) -> Tensor:
-        """Computes what `loss` does, with this replica's share of the global batch's; times the replicas.
+        """Computes this replica's share of the global batch's `loss`, times the number of replicas.
 
-        As `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15, but that sums go over all replicas.
+        It follows `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15, but sums go over all
+        replicas.
         """
         context = cast(ReplicaContext, self.context)
         masks, dtype = [mask_of(outputs)], loss.dtype
@@ -444,7 +450,7 @@ class GlobalBatch:
         return total / self._num_values(values)
 
     def _num_values(self, values: Tensor) -> int:
-        """Returns how many values the global batch has, of which these are the replica's."""
+        """Returns the number of values in the global batch, from the replica's values."""
         return math.prod(values.shape[1:]) * self.num_rows
 
     def _note_changes(
@@ -456,11 +462,11 @@ class GlobalBatch:
 
 
 def refuse_masks(model: keras.Model, outputs: Any) -> None:
-    """Raises `UserError` if outputs of a micro-batch carry masks, by which a loss needs the whole batch."""
+    """Raises `UserError` if outputs of a micro-batch carry masks, because the loss then needs the whole batch."""
     if any(map(has_mask, keras.tree.flatten(outputs))):
         raise UserError(
-            f"--accumulate: the outputs of {model.name} carry a mask, by which its loss needs the whole batch at once; "
-            "leave it out"
+            f"--accumulate: the outputs of {model.name} carry a mask, so the loss needs the whole batch at once; leave "
+            "it out"
         )
 
 
@@ -475,7 +481,7 @@ def _zeros(variables: list[keras.Variable]) -> list[tuple[keras.Variable, Tensor
 
 
 def _each(function: Callable[[Tensor], Tensor] | None, data: Any) -> Any:
-    """Calls a function with each tensor, and its mask; None stays None."""
+    """Calls a function on each tensor and on its mask; None stays None."""
     if function is None:
         return data
     return keras.tree.map_structure(lambda leaf: None if leaf is None else with_mask(function, leaf), data)

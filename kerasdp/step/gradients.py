@@ -1,4 +1,4 @@
-"""Gives the gradients of a function written with Keras layers and `keras.ops`, on each backend alike."""
+"""Computes gradients of a function written with Keras layers and `keras.ops`, the same way on every backend."""
 
 import functools
 import importlib
@@ -76,10 +76,10 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
 
 
 def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]], step: Callable[[], Any]) -> Any:
-    """Runs a step on given values of variables, on jax; returns its result, and their values afterwards.
+    """Runs a step on given values of variables, on JAX; returns its result and the new values of the variables.
 
     Raises:
-        UserError: if it assigns to another variable, which would forget it.
+        UserError: if the step assigns to another variable. JAX would lose that value.
     """
     begun = [pair for variables, values in zip(lists, state) for pair in zip(variables, values)]
     known = {id(variable) for variables in lists for variable in variables}
@@ -88,23 +88,23 @@ def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]
     for variable in scope.assigned:
         if id(variable) not in known:
             raise UserError(
-                f"the step assigns to {variable.path}, which is no variable of the model, so that jax would forget it: "
-                "make it an attribute of the model"
+                f"the step assigns to {variable.path}, which is not a variable of the model, so jax would lose the "
+                "value: make the variable an attribute of the model"
             )
     return result, tuple([scope.get_current_value(variable) for variable in variables] for variables in lists)
 
 
 def _floats_in(structure: Any, name: str) -> list[Any]:
-    """Returns the variables of a structure, or its tensors.
+    """Returns the variables or tensors of a structure, and checks that all are floating-point.
 
     Raises:
-        UserError: for anything by which no gradient can be taken.
+        UserError: if there are no variables or tensors, or if one has no gradient because of its dtype.
     """
     leaves = keras.tree.flatten(structure)
     if not leaves:
         raise UserError(
-            f"value_and_grad of {name}: expected variables to differentiate by. Received: none; a model has them once "
-            "it is built"
+            f"value_and_grad of {name}: expected variables or tensors to differentiate by. Received: none; build the "
+            "model first"
         )
     leaves = [leaf if isinstance(leaf, keras.Variable) else keras.ops.convert_to_tensor(leaf) for leaf in leaves]
     for leaf in leaves:

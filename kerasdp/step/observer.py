@@ -1,4 +1,4 @@
-"""Records what training steps compute, to find the place where two runs diverge."""
+"""Records the values that training steps compute, to find the place where two runs diverge."""
 
 import contextlib
 import re
@@ -17,16 +17,17 @@ from kerasdp.step.row_search import row_layout_of, to_array
 
 
 class Observer:
-    """Says how much training steps are to record, and keeps what they recorded.
+    """Sets how much training steps record, and stores the records.
 
     Attributes:
-        detail: how much.
-        losses: of each step, over the global batch; scalar tensors.
-        gradient_norms: of each step, over all trainable weights; scalar tensors.
-        samples: the places in the data set of the rows of each step, integer tensors of shape `(rows,)`.
-        gradients: in detail, of the last step, for each trainable weight: an array, or None if the loss does not depend
-            on it.
-        outputs: likewise: the inputs, then what each layer gave for the global batch, in the order of the calls.
+        detail: how much to record.
+        losses: the loss of each step over the global batch; scalar tensors.
+        gradient_norms: the gradient norm of each step over all trainable weights; scalar tensors.
+        samples: the indices in the data set of the rows of each step; integer tensors of shape `(rows,)`.
+        gradients: with `Detail.EVERYTHING`, the gradients of the last step: an array for each trainable weight, or None
+            if the loss does not depend on it.
+        outputs: with `Detail.EVERYTHING`, the inputs of the last step, then the output of each layer for the global
+            batch, in the order of the calls.
     """
 
     def __init__(self, detail: Detail = Detail.SUMMARY):
@@ -38,7 +39,13 @@ class Observer:
         self.outputs: dict[str, Any] = {}
 
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
-        """Takes the loss of a step, its rows, and what `observed` recorded (nothing of a user-defined train_step)."""
+        """Stores the loss, the samples and the record of a step.
+
+        Args:
+            loss: the loss of the step.
+            samples: the indices of its rows in the data set.
+            seen: the result of `observed`. It is empty for a user-defined `train_step`.
+        """
         self.losses.append(loss)
         self.samples.append(samples)
         self.gradient_norms.append(seen.get("gradient_norm"))
@@ -48,12 +55,13 @@ class Observer:
 
 
 def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a step records, as tensors: part of its compiled function.
+    """Returns the tensors that a step records. It is part of the compiled step.
 
     Args:
-        detail: how much.
-        gradients: for each trainable weight, of the loss of the global batch, reduced over the replicas; may hold None.
-        outputs: what `record_forward_pass` recorded.
+        detail: how much to record.
+        gradients: for each trainable weight the gradient of the global batch's loss, reduced over the replicas; may
+            hold None.
+        outputs: the record of `record_forward_pass`.
     """
     if detail == Detail.NOTHING:
         return {}
@@ -68,17 +76,17 @@ def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> d
     return seen
 
 
-# Characters of the number before a name; what follows the name in further calls.
+# Length of the number before a name, and the suffix of the name in further calls.
 _PLACE = 6
 _NUMBER_OF_CALL = re.compile(r" \(\d+\)$")
 
 
 @contextlib.contextmanager
 def record_forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[dict[str, Any]]:
-    """Records a replica's forward pass of a training step of a model, as far as `detail` says.
+    """Records a replica's forward pass in a training step, if `detail` asks for it.
 
     Yields:
-        The inputs and what each layer gave, by name and in the order of the calls.
+        A dict that gets the inputs and the output of each layer, by name and in the order of the calls.
     """
     outputs: dict[str, Any] = {}
     if detail < Detail.EVERYTHING:
@@ -91,9 +99,10 @@ def record_forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iter
 
 @contextlib.contextmanager
 def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
-    """Records what each layer of a model gives for this replica's rows in a forward pass.
+    """Records the output of each layer of a model for this replica's rows in a forward pass.
 
-    At its end also what layers have added to the loss, in a scope that collects that, and what they have assigned.
+    At the end it also records the losses that layers added, and the values that layers assigned to variables. The
+    losses need a scope that collects them.
     """
     outputs: dict[str, Any] = {}
     with _recording(model, outputs, lambda tensor: tensor):
@@ -114,21 +123,21 @@ def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
 
 
 def layer_name(recorded: str) -> str:
-    """Returns the name of a layer by that of one of its outputs."""
+    """Returns the name of a layer from the recorded name of one of its outputs."""
     return _NUMBER_OF_CALL.sub("", recorded[_PLACE:])
 
 
 def _recording(
     model: keras.Model, outputs: dict[str, Any], convert: Callable[[Any], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Records what each layer of a model gives.
+    """Records the output of each layer of a model.
 
-    A layer counts as a whole with all layers in it; only models within models are entered.
+    A layer counts as one, with all layers inside it. Only nested models are entered.
 
     Args:
-        model: any.
-        outputs: gets what layers gave, by name.
-        convert: is done to it first.
+        model: any model.
+        outputs: the dict that receives the outputs, by name.
+        convert: converts an output before it is stored.
     """
     names = {id(layer): name for name, layer in layers_within(model)}
 
@@ -141,7 +150,7 @@ def _recording(
 
 
 def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
-    """Returns the layers of a model and of models within it, once each, with the names by which they are recorded."""
+    """Returns the layers of a model and of nested models, each once, with the names used in records."""
     found: dict[int, tuple[str, keras.layers.Layer]] = {}
 
     def enter(part: keras.Model, prefix: str) -> None:
@@ -149,7 +158,7 @@ def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
             if isinstance(layer, keras.Model):
                 enter(layer, f"{prefix}{layer.name}/")
             elif not isinstance(layer, keras.layers.InputLayer):
-                # A head may use a layer of its backbone, too.
+                # A head may also use a layer of its backbone.
                 found.setdefault(id(layer), (f"{prefix}{layer.name}", layer))
 
     enter(model, "")
@@ -158,15 +167,15 @@ def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
 
 def _collect(outputs: dict[str, Any], name: str, result: Any, convert: Callable[[Any], Any]) -> None:
     for tensor in keras.tree.flatten(result):
-        if hasattr(tensor, "shape"):  # a layer may give numbers and objects, too
+        if hasattr(tensor, "shape"):  # a layer may also return Python numbers and objects
             number = sum(layer_name(known) == name for known in outputs)
             name_of_call = f"{name} ({number + 1})" if number else name
-            # Numbered, because what leaves a function compiled by JAX comes in the order of its names.
+            # Numbered, because a function compiled by JAX returns a dict in the order of its keys.
             outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = convert(ops.stop_gradient(tensor))
 
 
 def _whole(tensor: Any) -> Any:
-    """Returns the tensor of the global batch, if this is a replica's shard of one."""
+    """Returns the tensor of the global batch if the given tensor is a replica's shard of it; else the given tensor."""
     context = replica_context.current()
     if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
         return tensor

@@ -1,4 +1,4 @@
-"""Holds what the step functions of all backends share."""
+"""Defines the base classes and helpers of the step functions of all backends."""
 
 import abc
 from collections.abc import Callable
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class DeviceScalar:
-    """A number in a tensor on the device, whose value may be read later.
+    """Holds a scalar of a tensor on the device, whose value may be read later.
 
-    Several steps of one call give their losses as one tensor; taking it apart would cost a call each.
+    Several steps of one call return their losses as one tensor. Splitting the tensor would cost one call per loss.
     """
 
     def __init__(self, values: Tensor, index: int):
@@ -34,24 +34,24 @@ class DeviceScalar:
         return float(self.__array__())
 
     def is_ready(self) -> bool:
-        """Returns whether the device has computed it, which of the backends only jax tells."""
+        """Returns whether the device has computed the value. Only JAX can tell; other backends return True."""
         return getattr(self.values, "is_ready", lambda: True)()
 
     @classmethod
     def each(cls, values: Any, number: int) -> list[Any]:
-        """Returns all of them; Nones if there is no tensor."""
+        """Returns a `DeviceScalar` for each of `number` values; a list of Nones if there is no tensor."""
         return [None if values is None else cls(values, index) for index in range(number)]
 
 
 def all_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model, its metrics and its optimizer, once each."""
+    """Returns the variables of a model, of its metrics and of its optimizer, each once."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     found = *model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])
     return list({id(variable): variable for variable in found}.values())
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Returns the optimizers of a model: that of `compile`, and those that it holds for a user-defined step."""
+    """Returns the optimizer given to `compile`, and the optimizers that a model holds for a user-defined step."""
     from kerasdp.checkpoint.names import names_in
 
     of_compile = getattr(model, "optimizer", None)
@@ -59,18 +59,18 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def variables_of_own_step(model: Any) -> list[Any]:
-    """Returns the variables that a user-defined step may change: those of all of its optimizers, too."""
+    """Returns the variables that a user-defined step may change, including the variables of all optimizers."""
     slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
     return list({id(variable): variable for variable in (*all_variables(model), *slots)}.values())
 
 
 def compared_variables(model: Any, state_only: bool) -> list[Any]:
-    """Returns the variables of a model that all replicas have; `state_only`: those that are not trained."""
+    """Returns the variables of a model to compare between replicas; with `state_only` only the non-trainable ones."""
     return model.non_trainable_variables if state_only else model.variables
 
 
 def held_in_words(model: Any, shard: str, num_devices: int) -> str:
-    """Says how many bytes of all variables a device holds, with `Config.shard`; nothing if it holds all."""
+    """Returns a text with the bytes of variables that a device holds under `Config.shard`; empty if it holds all."""
     if shard == "none" or num_devices == 1:
         return ""
     slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
@@ -80,13 +80,16 @@ def held_in_words(model: Any, shard: str, num_devices: int) -> str:
 
 
 class TrainedWeights:
-    """Notices which weights of a model are trained: callbacks freeze layers, and so do scripts between two fits.
+    """Notices which weights of a model are trained, as callbacks and scripts may freeze layers.
 
-    Keras (3.15) follows at once on torch, not before the next `compile` on TensorFlow, and fails on JAX.
+    Keras (3.15) follows such a change at once on torch, only after the next `compile` on TensorFlow, and fails on JAX.
     """
 
     def __init__(self, model: Any):
-        """Made once for each set of variables: asking the model itself, in each step, would walk through its layers."""
+        """Collects the layers and weights of a model, once for each set of variables.
+
+        Asking the model in each step would walk through its layers each time.
+        """
         from kerasdp.keras_compat.layers import all_layers
 
         self._model = model
@@ -97,7 +100,7 @@ class TrainedWeights:
         """Returns a key of the weights that are trained now: whether each layer and weight is trainable.
 
         Raises:
-            UserError: if the optimizer was not built for some of them.
+            UserError: if the optimizer was not built for one of them.
         """
         key = tuple([part.trainable for part in self._parts])
         if key not in self._known:
@@ -107,7 +110,7 @@ class TrainedWeights:
 
 
 def require_known_weights(model: Any) -> None:
-    """Raises `UserError` if there are weights to train that the optimizer was not built for."""
+    """Raises `UserError` if the optimizer was not built for one of the trainable weights."""
     from kerasdp.keras_compat.optimizers import weights_unknown_to
 
     optimizer = getattr(model, "optimizer", None)
@@ -115,25 +118,29 @@ def require_known_weights(model: Any) -> None:
         return
     for weight in weights_unknown_to(optimizer, model.trainable_weights)[:1]:
         raise UserError(
-            f"{weight.path} of {model.name} is to be trained, but was frozen or not there yet when the optimizer was "
+            f"{weight.path} of {model.name} is trainable, but was frozen or did not exist when the optimizer was "
             "built: call model.compile again, with a new optimizer"
         )
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """Returns the learning rate of the next step as a tensor, to be read within the step, without a wait."""
+    """Returns the learning rate of the next step as a tensor, without waiting for the device.
+
+    Read it within the step.
+    """
     import keras
 
     return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0
 
 
 class Pass(NamedTuple):
-    """What one pass of a training step computes on a replica: the batch, or a micro-batch.
+    """Describes one pass of a training step on a replica, over the batch or over a micro-batch.
 
     Attributes:
         batch: the replica's rows, with padding. The length of its indices is the number of real rows of all replicas.
-        replicas: the rows that each replica has of the batch, or of the micro-batch.
-        total_rows: of the global batch, in a pass of a micro-batch; None in a pass of the whole batch.
+        replicas: the rows of each replica in the batch or in the micro-batch.
+        total_rows: the number of rows of the global batch in a pass of a micro-batch; None in a pass of the whole
+            batch.
         share: the weight of the micro-batch's loss in the loss of the global batch.
         is_last: whether it is the last pass of the step.
     """
@@ -146,9 +153,9 @@ class Pass(NamedTuple):
 
 
 def add_gradients(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
-    """Adds the gradients of a micro-batch to `sums`; None where a weight has none.
+    """Adds the gradients of a micro-batch to `sums` in place. An entry is None if a weight has no gradient.
 
-    It empties `gradients`, so that each is freed as soon as it is added.
+    It empties `gradients`, so that each gradient is freed as soon as it is added.
     """
     for place, total in enumerate(sums):
         gradient, gradients[place] = gradients[place], None
@@ -156,68 +163,73 @@ def add_gradients(sums: list[Tensor | None], gradients: list[Tensor | None]) -> 
 
 
 def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
-    """Lets random layers draw for a micro-batch what its rows draw in the whole batch.
+    """Resets seeds, so that a micro-batch draws the random numbers that its rows draw in the whole batch.
 
-    `begun`: their seeds, with the values at the begin of the step.
+    Args:
+        begun: the seeds, each with its value at the start of the step.
     """
     for seed, value in begun:
         seed.assign(value)
 
 
 def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
-    """Raises `UserError` for a trained weight that a forward pass assigns to, where variables are values in a scope.
+    """Raises `UserError` if a forward pass assigns to a trained weight, where variables are values in a scope.
 
-    There the gradient is taken by the value before the assignment. Where variables are assigned in place, the gradient
-    is taken by the new value.
+    In a `StatelessScope`, the gradient is taken with respect to the value before the assignment. Where variables are
+    assigned in place, it is taken with respect to the new value. So the same model would get different gradients.
+
+    Args:
+        weights: the trained weights.
+        assigned: the variables that the forward pass assigned to.
     """
     trained = set(map(id, weights))
     for variable in assigned:
         if id(variable) in trained:
             raise UserError(
-                f"a layer assigns to {variable.path}, which is trained, in its call, so that its gradient would be "
-                "another with --backend=jax, --shard and --compile=on: train with --backend=torch or tensorflow, or "
-                "assign in a callback"
+                f"a layer assigns to the trained weight {variable.path} in its call, so the gradient would differ "
+                "with --backend=jax, --shard or --compile=on: assign in a callback, or train with --backend=torch or "
+                "tensorflow"
             )
 
 
-# What was recorded in a forward pass.
+# The record of a forward pass.
 Found = dict[str, Any]
-# Computes the loss of a pass that is differentiated, loss and metrics of its rows, and what was recorded.
+# Computes the loss to differentiate of a pass, loss and metrics of its rows, and the record of its forward pass.
 LossOfPass = Callable[[Pass], tuple[Tensor, "GlobalBatch", Found]]
-# Of each trained weight; None where a weight has none.
+# The gradient of each trained weight; None if a weight has no gradient.
 Gradients = list[Tensor | None]
 # Gradients, averaged over the replicas, and sums.
 Received = tuple[Gradients, dict[str, Tensor]]
 
 
 class Replica(abc.ABC):
-    """What a training step needs of the replica that it runs on: see `kerasdp.step.fit_step`.
+    """Defines the operations of a replica that a training step needs: see `kerasdp.step.fit_step`.
 
     Attributes:
-        model: built.
-        module: the model, or what it is wrapped in, whose call a training step differentiates.
+        model: the built model.
+        module: the model or its wrapper. A training step differentiates its call.
     """
 
     def __init__(self, model: Any):
-        """Made once for each compiled model."""
+        """Stores the model. There is one object for each compiled model."""
         self.model = self.module = model
 
     @abc.abstractmethod
     def training_split(self) -> Split:
-        """Returns how a batch is split, maybe into micro-batches."""
+        """Returns how a training batch is split over replicas, and possibly into micro-batches."""
 
     @abc.abstractmethod
     def rows_of(self, leaf: Tensor, rows: slice, num_rows: int) -> Tensor:
         """Returns this replica's rows of a micro-batch.
 
         Args:
-            leaf: rows of a batch.
-            rows: slice of the replica's rows.
-            num_rows: of the micro-batch, over all replicas.
+            leaf: a tensor with the rows of a batch.
+            rows: the slice of the replica's rows.
+            num_rows: the number of rows of the micro-batch on all replicas.
         """
 
     def passes(self, batch: DeviceBatch) -> list[Pass]:
-        """Returns what a training step on this batch computes, one after the other."""
+        """Returns the passes of a training step on this batch, in order."""
         import keras
 
         from kerasdp.step.global_batch import shares_of
@@ -241,15 +253,17 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
-        """Returns the context of the layers in a pass of a training step; None: they have the whole batch."""
+        """Returns the context of layers in a pass of a training step; None if layers see the whole batch."""
 
     @abc.abstractmethod
     def differentiate(self, compute: "LossOfPass", one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Runs `compute` on a pass; returns the loss' gradients by the trained weights, and what else it gives."""
+        """Runs `compute` on a pass; returns the gradients for the trained weights, and its other results."""
 
     @abc.abstractmethod
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """Averages gradients over the replicas, and sums other tensors: what `differentiate` has not sent yet.
+        """Averages gradients over the replicas, and sums other tensors.
+
+        It skips the tensors that `differentiate` has already sent.
 
         Returns:
             A function that returns both. It sends nothing, and may be called again.
@@ -257,20 +271,20 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     def update(self, update: Callable[[], None]) -> None:
-        """Runs what assigns a step's new values to the variables of this replica."""
+        """Runs a function that assigns a step's new values to the variables of this replica."""
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
-        """Returns the pass with inputs that depend on these gradients, so that it runs after them."""
+        """Makes the inputs of a pass depend on these gradients, so that it runs after them; returns the pass."""
         return one
 
     def whole_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the whole gradients. Where a replica has parts of them, it gathers the parts of all."""
+        """Returns the whole gradients; gathers them if each replica holds a shard."""
         return gradients
 
     def add_up_passes(
         self, compute: "LossOfPass", passes: list[Pass]
     ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Differentiates each pass of a step, one after the other; see `differentiate`. What adds up is added."""
+        """Differentiates each pass of a step in order, and adds up gradients and sums: see `differentiate`."""
         from keras import ops
 
         from kerasdp.keras_compat.layers import seed_variables
@@ -289,12 +303,12 @@ class Replica(abc.ABC):
         return gradients, global_batch, found
 
     def scaled_loss(self, global_batch: "GlobalBatch") -> Tensor:
-        """Returns the loss that is differentiated: of the replica's rows, times the scale of a LossScaleOptimizer."""
+        """Returns the loss to differentiate: the loss of the replica's rows, scaled by a LossScaleOptimizer."""
         divisor = self.loss_divisor()
         return self.model.optimizer.scale_loss(global_batch.loss if divisor == 1 else global_batch.loss / divisor)
 
     def loss_divisor(self) -> int:
-        """Returns by what a replica divides its loss before it is differentiated."""
+        """Returns the number by which a replica divides its loss before it differentiates the loss."""
         return 1
 
     @abc.abstractmethod
@@ -302,14 +316,14 @@ class Replica(abc.ABC):
         """Sums a tensor over the replicas."""
 
     def forward(self, module: Any, inputs: Any, training: bool) -> Any:
-        """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
+        """Computes the outputs of the replica's rows with `module`, which is the model or its wrapper."""
         return module(inputs, **{"training": training} if "training" in self.model.call_signature_parameters else {})
 
     def global_batch(
         self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool,
         total_rows: int | None = None, share: float = 1.0,
     ) -> "GlobalBatch":  # fmt: skip
-        """Computes the loss, from the outputs of the replica's rows; `total_rows`, `share`: see `Pass`."""
+        """Computes the loss from the outputs of the replica's rows. For `total_rows` and `share` see `Pass`."""
         from kerasdp.step.global_batch import Data, GlobalBatch
 
         inputs, targets, sample_weight, indices = batch
@@ -325,20 +339,20 @@ class Replica(abc.ABC):
         )
 
     def loss_of_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
-        """Computes the loss of a pass of a training step, from the outputs of the replica's rows."""
+        """Computes the loss of a training pass from the outputs of the replica's rows."""
         return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)
 
 
 class ShardSteps(Replica):
-    """Runs the steps of one model on one replica's rows of a batch, with padding; sums go over all replicas.
+    """Runs the steps of a model on a replica's padded shard of a batch, and sums results over all replicas.
 
     Attributes:
-        strategy: of the run.
-        own: the names of its steps that are user-defined.
+        strategy: the strategy of the run.
+        own: the names of the model's user-defined steps.
     """
 
     def __init__(self, strategy: Any, model: Any):
-        """Made once for each compiled model."""
+        """Stores strategy and model. There is one object for each compiled model."""
         from kerasdp.keras_compat.models import own_steps
 
         super().__init__(model)
@@ -346,30 +360,30 @@ class ShardSteps(Replica):
 
     @abc.abstractmethod
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums tensors over the replicas, in one message for each type at most."""
+        """Sums tensors over the replicas, with at most one message for each dtype."""
 
     @abc.abstractmethod
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
-        """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
+        """Runs a user-defined step; returns Keras' logs and the records of a trial, for the global batch."""
 
     def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
-        """Builds an optimizer from within the replica, once for all of this process."""
+        """Builds an optimizer from within a replica, once for all replicas of this process."""
         optimizer.build(variables)
 
     @abc.abstractmethod
     def rank(self) -> int:
-        """Returns the number of the replica."""
+        """Returns the index of the replica."""
 
     @abc.abstractmethod
     def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
-        """See `gather` of `ReplicaContext`."""
+        """Stacks a tensor of all replicas along a new first axis: see `gather` of `ReplicaContext`."""
 
     @abc.abstractmethod
     def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
         """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
 
-        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of the loss
-        of the global batch, whatever that loss is.
+        The MEAN over the replicas of a weight's gradients is the gradient of the loss of the global batch, for any
+        loss.
         """
 
     def gather(self, outputs: Structure, num_rows: int) -> Structure:
@@ -383,16 +397,16 @@ class ShardSteps(Replica):
 
     @abc.abstractmethod
     def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the largest of each number over the replicas; None stays None."""
+        """Returns the elementwise maximum of each tensor over the replicas; None stays None."""
 
     def next_values(self, gradients: list[Tensor | None], variables: list[Any]) -> list[Tensor | None]:
-        """Returns those of a replica's gradients that are next values, for all replicas; None for the others."""
+        """Returns the gradients that are next values of variables (float8), for all replicas; None for the rest."""
         from kerasdp.keras_compat.layers import is_next_value
 
         return self.largest([each if is_next_value(variable) else None for each, variable in zip(gradients, variables)])
 
     def with_next_values(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the gradients of the global batch's loss, from their means and from next values."""
+        """Returns the gradients of the global batch's loss, from averaged gradients and next values of variables."""
         divisor = self.loss_divisor()
         if divisor == 1:
             return means
@@ -400,33 +414,35 @@ class ShardSteps(Replica):
         return [mean if value is None else value for mean, value in zip(means, next_values)]
 
     def loss_divisor(self) -> int:
-        """See `Replica`.
+        """Returns the number of replicas if the model trains in float8, else 1.
 
-        The loss of a replica's rows is multiplied by the number of replicas, since gradients are averaged. Float8 keeps
-        how large gradients are: there the loss is divided by that number, and `with_next_values` multiplies the means.
+        The loss of a replica's rows is multiplied by the number of replicas, because gradients are averaged later.
+        Float8 layers record how large gradients are. For them, the loss is divided by this number, and
+        `with_next_values` multiplies the averaged gradients.
         """
         from kerasdp.keras_compat.layers import is_next_value
 
         return self.strategy.split.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
 
     def training_split(self) -> Split:
-        """See `Replica`."""
+        """Returns how a training batch is split: see `Replica`."""
         return self.strategy.split
 
     def rows_of(self, leaf: Tensor, rows: slice, num_rows: int) -> Tensor:
-        """See `Replica`."""
+        """Returns this replica's rows of a micro-batch: see `Replica`."""
         return leaf[rows]
 
     def context(
         self, batch: DeviceBatch, step: str = "call", replicas: tuple[ReplicaRows, ...] = (),
         total_rows: int | None = None,
     ) -> ReplicaContext | None:  # fmt: skip
-        """Returns the context of a step on this batch, with several replicas; of a micro-batch in any case.
+        """Returns the context of layers in a step on this batch; None for one replica without micro-batches.
 
         Args:
             batch: the replica's rows.
             step: see `row_layout_of`.
-            replicas: see `Pass`; so is `total_rows`.
+            replicas: see `Pass`.
+            total_rows: see `Pass`.
         """
         from kerasdp.step.row_search import context_of
 
@@ -444,7 +460,7 @@ class ShardSteps(Replica):
         )
 
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
-        """Returns the context of a pass of a training step."""
+        """Returns the context of layers in a pass of a training step."""
         return self.context(one.batch, "call", one.replicas, one.total_rows)
 
     def test(self, batch: DeviceBatch) -> dict[str, Any]:
@@ -470,19 +486,19 @@ class ShardSteps(Replica):
             return outputs if context is None else context.whole_outputs(outputs)
 
     def shard_of(self, batch: DeviceBatch) -> DeviceBatch:
-        """Returns the replica's rows of what `shard_batch` gives."""
+        """Returns this replica's rows of a batch from `shard_batch`."""
         return batch
 
     def try_own_step(self, batch: DeviceBatch) -> list[tuple[str, Any]]:
-        """Runs the model's own `train_step` on its rows of what `shard_batch` gives, without an update.
+        """Runs the model's custom `train_step` on its rows of a batch from `shard_batch`, without an update.
 
         Returns:
-            What it found: see `kerasdp.step.custom_steps.Share`.
+            The records of the trial: see `kerasdp.step.custom_steps.Share`.
         """
         return self.own_step("train_step", self.shard_of(batch), is_trial=True)[1]
 
     def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> ShardPass:
-        """Runs a forward pass of training on its rows of what `shard_batch` gives; no variable changes."""
+        """Runs a training forward pass on its rows of a batch from `shard_batch`; no variable changes."""
         import keras
 
         from kerasdp.step.observer import shard_outputs

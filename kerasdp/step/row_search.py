@@ -1,13 +1,14 @@
-"""Finds where the rows of a batch are in the tensors that layers work on, by calling the model on a few of them.
+"""Finds where the rows of a batch are in the tensors of layers, by calling the model on a few rows.
 
-Axis 0 need not be the batch: layers fold windows, time or tokens into it, or work on a table that happens to have as
-many rows as a replica. No shape tells. So the model is called twice before the first step, on a few rows and on half of
-them: where axis 0 is twice as long in the first call it holds the rows. Whether that is right, and which layers mix the
-rows, the check of the first step tells (`kerasdp.step.check`).
+Axis 0 need not be the batch. Layers fold windows, time or tokens into it. Other tensors are tables that happen to have
+as many rows as a replica. Shapes alone do not tell the difference. So the model is called twice before the first step,
+on a few rows and on half of them. If axis 0 is twice as long in the first call, it holds the rows. The check of the
+first step (`kerasdp.step.check`) finds out whether this is right, and which layers mix the rows.
 """
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,30 +26,35 @@ from kerasdp.same.layer_calls import row_orders_in
 from kerasdp.same.random import portable_draws
 from kerasdp.same.replica_context import ReplicaContext, RowLayout, RowOrder, use
 
-# Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
+# Rows of the two calls. The shard is the second half, so that its first row is not the first row of the batch.
 NUM_ROWS, SHARD = 4, slice(2, 4)
-# Lines of the user that the message of a failed trial names.
+# Number of user lines in the message of a failed trial.
 _NUM_PLACES = 4
-# Numbers that are compared at once.
+# Of errors where a step reads the value of a tensor: torch 2.13, jax 0.10, TensorFlow 2.21.
+_READS_A_VALUE = re.compile("DataDependent|Tracer|FakeTensor|tensor subclasses|symbolic|Concretization|GraphError")
+# Number of values that are compared at once.
 _PART = 2**20
-# What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
+# Largest rounding error, relative to the largest value. Real differences are far larger.
 _TOLERANCES = {"float64": 1e-6, "float16": 0.02, "bfloat16": 0.1}
 
-# By what was called, with the layers that the model had.
+# Row layouts by the name of the step, each with the layers that the model had.
 _found: ModelCache[dict[str, tuple[list[keras.layers.Layer], RowLayout]]] = ModelCache()
 
 
 def row_layout_of(model: keras.Model, step: str = "call") -> RowLayout:
-    """Returns what `find_row_layout` found in a model; nothing, if that was not called.
+    """Returns the row layout that `find_row_layout` found for a model; an empty one if it was not called.
 
-    `step`: the model's `call`, as Keras' own steps use it, or a user-defined step: `train_step`, say.
+    Args:
+        model: the model.
+        step: `"call"` for the model's `call`, which Keras' steps use; or a user-defined step, for example
+            `"train_step"`.
     """
     _, layout = (_found.get(model) or {}).get(step, ([], RowLayout()))
     return layout
 
 
 def is_known(model: keras.Model, step: str = "call") -> bool:
-    """Returns whether rows were looked for in the model as it is; `step`: see `row_layout_of`."""
+    """Returns whether rows were searched in the model with its current layers. For `step` see `row_layout_of`."""
     layers, _ = (_found.get(model) or {}).get(step, ([], None))
     return list(map(id, layers)) == list(map(id, all_layers(model)))
 
@@ -60,12 +66,13 @@ def context_of(
     """Returns the context of one replica's shard of a global batch, or of a micro-batch.
 
     Args:
-        model: that is run.
+        model: the model that runs.
         step: see `row_layout_of`.
-        rank: of the replica.
+        rank: the rank of the replica.
         replicas: see `kerasdp.data.sampling.Split.replicas`.
-        gather: see `ReplicaContext`; so is `gather_rows`.
-        total_rows: of the global batch; None: `replicas` have all of its rows.
+        gather: see `ReplicaContext`.
+        gather_rows: see `ReplicaContext`.
+        total_rows: the number of rows of the global batch, if `replicas` share a micro-batch; else None.
     """
     own, is_several = replicas[rank], len(replicas) > 1
     return ReplicaContext(
@@ -78,7 +85,7 @@ def context_of(
         row_layout=row_layout_of(model, step),
         gather=gather if is_several else None,
         gather_rows=gather_rows if is_several else None,
-        # The moving statistics of a micro-batch move before the next one.
+        # The moving statistics are updated after each micro-batch, before the next one.
         moving=[] if total_rows is None else None,
         is_micro_batch=total_rows is not None,
         is_custom_step=step != "call",
@@ -86,32 +93,39 @@ def context_of(
 
 
 class RowSearch(RowLayout):
-    """Compares the tensors of two calls, on all of `NUM_ROWS` rows and on some of them; notes what layers do.
+    """Compares the tensors of two calls, on all of `NUM_ROWS` rows and on some of them; records what layers do.
 
     Attributes:
-        is_whole: whether this is the first call.
-        found: what both calls tell.
+        is_whole: whether the current call is the first one.
+        found: the row layout found by comparing both calls.
     """
 
     def __init__(self, will_be_checked: bool = False):
-        """`will_be_checked`: whether a wrong answer will be found, so that an uncertain one will do."""
+        """Starts a search.
+
+        Args:
+            will_be_checked: whether a later check would detect a wrong result. Then a guess is allowed.
+        """
         super().__init__()
         self.is_whole, self.found, self._will_be_checked = True, RowLayout(), will_be_checked
         self.adding, self.assigning = self.found.adding, self.found.assigning
-        # Shapes in the first call, with the tensors in which rows are folded with others.
+        # Shapes in the first call, with the tensors in which rows are folded with other axes.
         self._whole: dict[Any, list[tuple[tuple[int, ...], Any]]] = {}
         self._assigned: dict[int, Any] = {}
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowOrder | None:
-        """See `RowLayout`. What is not known is refused where it is needed."""
+        """Returns where the rows are in a tensor: see `RowLayout`.
+
+        An unknown place is recorded. It raises an error only when the place is needed.
+        """
         if self.is_whole:
             is_folded = tensor is not None and tuple(tensor.shape[:1]) == shape[:1] and shape[:1] > (NUM_ROWS,)
             self._whole.setdefault(key, []).append((shape, tensor if is_folded else None))
             return RowOrder.FIRST
         whole = self._whole.get(key, [])
         found: RowOrder | str | None = (
-            f"is not called equally often for {NUM_ROWS} and for {_rows_in(SHARD)} samples, so each device would do "
-            "something else: train on one device"
+            f"is not called equally often for {NUM_ROWS} and for {_rows_in(SHARD)} samples, so devices would compute "
+            "different values: train on one device"
         )
         if number < len(whole):
             found = self._order(key, *whole[number], shape, tensor)
@@ -121,13 +135,16 @@ class RowSearch(RowLayout):
     def _order(
         self, key: Any, whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], tensor: Any
     ) -> RowOrder | str | None:
-        """Returns where the rows are in a tensor, by its shape, of all rows and of the shard; folded ones by values."""
+        """Returns where the rows are in a tensor, from its shape for all rows and for the shard.
+
+        If rows are folded with other axes, it also compares values.
+        """
         num_rows = _rows_in(SHARD)
         if whole_shape == shape:
             return None
         is_alike = len(whole_shape) == len(shape) and whole_shape[1:] == shape[1:]
         is_split = is_alike and whole_shape[0] * num_rows == shape[0] * NUM_ROWS
-        # What layers give may have a number for each two samples (a covariance): a replica has its own with all.
+        # Outputs may have a value for each pair of samples (a covariance): a replica has its samples with all samples.
         is_of_pairs = key[0] == "outputs" and (whole_shape[:2], shape[:2]) == ((NUM_ROWS,) * 2, (num_rows,) * 2)
         if (is_split or is_of_pairs) and shape[0] == num_rows:
             return RowOrder.FIRST
@@ -140,15 +157,15 @@ class RowSearch(RowLayout):
                     return order
         return (
             f"works on a tensor of shape {whole_shape} for {NUM_ROWS} samples, {shape} for {num_rows}: expected the "
-            "samples on axis 0, alone or folded with others; what has them elsewhere, or mixes the samples of a batch, "
-            "would train something else on several devices, each with its own samples; put them there, take the "
-            "samples of all devices by kerasdp.all_rows, or train on one device or with --backend=jax"
+            "samples on axis 0, alone or folded with others; code that has them elsewhere, or mixes the samples of a "
+            "batch, would train differently on several devices; move them to axis 0, gather the samples of all devices "
+            "with kerasdp.all_rows, or train on one device or with --backend=jax"
         )
 
     def watch_call(
         self, call: Callable[..., Any], layer: keras.layers.Layer, context: ReplicaContext, args: Any, kwargs: Any
     ) -> Any:
-        """Calls a layer; notes where the rows are in what it gets and gives, and to which variables it assigns."""
+        """Calls a layer; records where the rows are in arguments and outputs, and which variables are assigned."""
         row_orders_in("arguments", layer, context, (args, kwargs))
         seeds = {id(variable) for variable in seed_variables(layer)}
         variables = [variable for variable in layer.variables if id(variable) not in seeds]
@@ -169,25 +186,25 @@ def _rows_in(rows: slice) -> int:
 
 
 def to_array(tensor: Any) -> np.ndarray:
-    """Returns a tensor in NumPy, which has no bfloat16."""
+    """Converts a tensor to NumPy; bfloat16 becomes float32, because NumPy has no bfloat16."""
     is_bfloat16 = "bfloat16" in str(tensor.dtype)
     return ops.convert_to_numpy(ops.stop_gradient(ops.cast(tensor, "float32") if is_bfloat16 else tensor))
 
 
 def tolerance_of(tensor: Any) -> float:
-    """Returns how much a tensor may differ by round-off, as a share of its largest number."""
+    """Returns how much a tensor may differ by rounding error, relative to its largest value."""
     return _TOLERANCES.get(keras.backend.standardize_dtype(tensor.dtype), 1e-3)
 
 
 def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bool:
-    """Returns whether two arrays differ by round-off alone, by the largest number; whole numbers not at all."""
+    """Returns whether arrays differ only by rounding error, relative to the largest value. Integers must be equal."""
     if expected.shape != received.shape:
         return False
     if expected.dtype.kind not in "fc":
         return tolerance == math.inf or bool((expected == received).all())
     largest = float(np.abs(expected).max(initial=0.0, where=np.isfinite(expected)))
     expected, received = expected.reshape(-1), received.reshape(-1)
-    # In parts: in float64, the outputs of a large vocabulary would need more memory than a step of training.
+    # In slices: in float64, the outputs of a large vocabulary would need more memory than a training step.
     parts = [slice(first, first + _PART) for first in range(0, expected.size, _PART)]
     return all(
         np.isclose(
@@ -199,11 +216,13 @@ def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bo
 
 
 def find_row_layout(model: keras.Model, inputs: Any) -> None:
-    """Finds where the rows are in all that a model computes in training; `row_layout_of` gives it. No variable changes.
+    """Finds where the rows of a batch are in all tensors of a model in training; `row_layout_of` returns it.
+
+    No variable changes.
 
     Args:
-        model: built and made `portable`.
-        inputs: `NUM_ROWS` samples, as `model` takes them, in NumPy.
+        model: a built model, made `portable`.
+        inputs: `NUM_ROWS` samples as NumPy arrays, in the structure that `model` takes.
     """
     outputs = None
 
@@ -221,12 +240,12 @@ def find_row_layout(model: keras.Model, inputs: Any) -> None:
 def search_rows(
     model: keras.Model, step: str, call: Callable[[RowLayout, slice], None], will_be_checked: bool = False
 ) -> None:
-    """Finds where the rows are, by two calls.
+    """Finds where the rows of a batch are, by comparing two calls.
 
     Args:
-        model: built and made `portable`.
+        model: a built model, made `portable`.
         step: see `row_layout_of`.
-        call: computes some of `NUM_ROWS` rows, and asks where the rows are.
+        call: computes some of `NUM_ROWS` rows, and asks for each tensor where the rows are.
         will_be_checked: see `RowSearch`.
     """
     search = RowSearch(will_be_checked)
@@ -238,40 +257,51 @@ def search_rows(
 
 @contextlib.contextmanager
 def trial(model: keras.Model, layout: RowLayout, rows: slice, is_micro_batch: bool = False) -> Iterator[ReplicaContext]:
-    """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged."""
+    """Returns the context of a call on some of `NUM_ROWS` rows. No variable changes, and nothing is sent."""
     context = trial_context(layout, rows, is_micro_batch=is_micro_batch)
-    # No draws but those that layers make portable.
+    # Only layers may draw random numbers, which they make portable.
     with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)):
         yield context
 
 
 @contextlib.contextmanager
 def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterator[None]:
-    """Raises a `UserError` for what user-defined code raises in a trial, with the user's lines alone.
+    """Turns an exception of user-defined code in a trial into a `UserError` that names the user's lines only.
 
     Args:
-        title: of what is tried.
-        num_rows: that it is tried on.
-        is_split: whether one device would do without a trial.
+        title: the name of the code that is tried.
+        num_rows: the number of rows in the trial.
+        is_split: whether the code could run on one device without a trial.
     """
     try:
         yield
-    except RunError:  # which says what is wrong
+    except RunError:  # its message says what is wrong
         raise
     except Exception as error:
-        if explained(error) is not None:  # of a device
+        if explained(error) is not None:  # a device failed
             raise
         reason = ", where each device has some of the batch" if is_split else ""
+        line = error_text.in_a_line(error, _NUM_PLACES)
+        advice = (
+            "make it work for any number of samples and for several calls: data with a row for each sample must be an "
+            "argument of the step"
+        )
+        if _READS_A_VALUE.search(line):
+            advice = "a step cannot read the value of a tensor: return it, and read it outside of the step"
         raise UserError(
-            f"{title} fails on {num_rows} samples{reason} (a trial before the first step): "
-            f"{error_text.in_a_line(error, _NUM_PLACES)}; write it for any number of samples, and to be called several "
-            "times: what has a row for each sample is an argument of a step"
+            f"{title} fails on {num_rows} samples{reason} (a trial before the first step): {line}; {advice}"
             + ("; or train on one device or with --backend=jax" if is_split else "")
         ) from error
 
 
 def trial_context(layout: RowLayout, rows: slice, **fields: Any) -> ReplicaContext:
-    """Returns the context in which some of `NUM_ROWS` rows ask `layout` where the rows are, with these fields."""
+    """Returns the context of a trial on some of `NUM_ROWS` rows, where layers ask `layout` for the place of the rows.
+
+    Args:
+        layout: answers where the rows are.
+        rows: the rows of the trial.
+        **fields: other fields of `ReplicaContext`.
+    """
     num_rows = _rows_in(rows)
     return ReplicaContext(
         num_replicas=NUM_ROWS // num_rows,
@@ -286,12 +316,12 @@ def trial_context(layout: RowLayout, rows: slice, **fields: Any) -> ReplicaConte
 
 
 def rows_of(inputs: Any, rows: slice) -> Any:
-    """Returns some rows of arrays, as tensors."""
+    """Returns some rows of NumPy arrays as tensors; None stays None."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf[rows]), inputs)
 
 
 def call_in_training(model: keras.Model, inputs: Any) -> Any:
-    """Calls a model, in training if it takes that."""
+    """Calls a model, with `training=True` if the model takes that argument."""
     arguments = {"training": True} if "training" in model.call_signature_parameters else {}
     return model(inputs, **arguments)
 
@@ -299,14 +329,16 @@ def call_in_training(model: keras.Model, inputs: Any) -> Any:
 def fixed_values(model: keras.Model, noise: float = 0.0) -> list[tuple[keras.Variable, Any]]:
     """Returns all variables of a model with their values, without gradients, for a `keras.StatelessScope`.
 
-    `noise`: by how much each weight is changed, up or down, as a share of it.
+    Args:
+        model: the model.
+        noise: the relative change of each weight, up or down.
     """
     arrays = with_noise([to_array(variable.value) for variable in model.variables], noise)
     return [(variable, ops.convert_to_tensor(array)) for variable, array in zip(model.variables, arrays)]
 
 
 def with_noise(arrays: Any, noise: float) -> Any:
-    """Multiplies each float in a structure of arrays by `1 + noise` or `1 - noise`; integers stay."""
+    """Multiplies each float in a structure of arrays by `1 + noise` or `1 - noise`, at random; integers stay."""
     signs = np.random.RandomState(0)
 
     def change(array: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Calls the callbacks of one `fit`: those that flags ask for, and all on all ranks alike."""
+"""Calls the callbacks of one `fit`, including built-in callbacks, and synchronizes the ranks."""
 
 import sys
 from typing import Any
@@ -17,19 +17,20 @@ from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Progress, Recorder, as_numbers
 from kerasdp.run_state import Position, RunState
 
-# These write files: one process does it, or each would write over the others.
+# Callbacks that write files. Only one process runs them, or the processes would overwrite each other's files.
 WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 
 
 class RunCallbacks(keras.callbacks.CallbackList):
-    """The callbacks of one `fit`: the user's and built-in ones, in any order.
+    """Contains the callbacks of one `fit`: user-defined and built-in callbacks, in any order.
 
-    What must come first and last is no callback: each event updates `RunState`, then calls the callbacks, then
-    synchronizes the ranks and writes the checkpoint that holds what the callbacks left.
+    Actions that must come first or last are not callbacks. Each event first updates `RunState`, then calls the
+    callbacks, then synchronizes the ranks and writes the checkpoint. So the checkpoint contains changes that callbacks
+    made.
 
     Attributes:
-        recorder: of the run.
-        checkpointer: None if no checkpoints are written.
+        recorder: the recorder of the run.
+        checkpointer: writes checkpoints; None if the run writes none.
         resumed: the checkpoint from which the run resumes, or None.
     """
 
@@ -46,13 +47,17 @@ class RunCallbacks(keras.callbacks.CallbackList):
         fit: int,
         verbose: str | int | None,
     ):
-        """Makes them. With `config.resume`, gives model and state the values of the newest checkpoint.
+        """Makes the built-in callbacks. With `config.resume`, restores model and state from the newest checkpoint.
 
         Args:
-            state: after its `begin_fit`.
-            reader: of the training data.
-            callbacks: the user's.
-            fit: number of this `fit`, from 1; each has a folder of its own.
+            config: configuration of the run.
+            strategy: strategy of the run.
+            state: state of the run, after `begin_fit`.
+            model: the model to train.
+            reader: reader of the training data.
+            callbacks: user-defined callbacks.
+            facts: description of the run for its files.
+            fit: number of this `fit`, from 1. Each `fit` has its own folder.
             verbose: as in `fit`.
 
         Raises:
@@ -61,7 +66,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         callbacks = _checked(strategy, config, callbacks)
         processes = strategy.processes
         is_chief = processes.rank == 0
-        # The same on all ranks, though some callbacks may be on one alone, as those that write are.
+        # The same on all ranks, though callbacks that write files exist on one rank only.
         self._has_callbacks = processes.any_rank(bool(callbacks))
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
         verbose = _verbosity(verbose, config)
@@ -95,13 +100,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Gives resumed callbacks their state, after they have reset it themselves."""
+        """Calls the callbacks, and then restores their saved state in a resumed run."""
         super().on_train_begin(logs)
         if self.checkpointer:
             self.checkpointer.restore_callbacks()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts the epoch; a resumed one with the metrics of its first part."""
+        """Starts the epoch. A resumed epoch starts with the metrics from before the checkpoint."""
         self.state.begin_epoch(epoch)
         if self.checkpointer:
             self.checkpointer.begin_epoch()
@@ -111,26 +116,27 @@ class RunCallbacks(keras.callbacks.CallbackList):
         }
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tells of a batch that is to be trained."""
+        """Calls the callbacks before a training batch."""
         self._call_listening("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tells of a batch that was trained, stops the training where it is to end, writes a checkpoint if it is due.
+        """Calls the callbacks after a training batch.
 
-        With several steps a call, `batch` is the last one of the call.
+        Then stops the training if it has to end, and writes a checkpoint if one is due.
+        If one call runs several steps, `batch` is the last step of the call.
         """
         if self.state.is_at_last_step:
             self._trained.stop_training = True
         signals.leave_if_asked()
         self._call_listening("on_train_batch_end", batch, logs)
-        if self._has_callbacks and self._strategy.processes.num_processes > 1:  # to ask is to wait for the last one
+        if self._has_callbacks and self._strategy.processes.num_processes > 1:  # this waits for the slowest rank
             self._stop_alike()
         self.state.after_batch(is_stopping=self._trained.stop_training)
         if self.checkpointer:
             self.checkpointer.after_step()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Ends the training part of the epoch."""
+        """Ends the training part of the epoch, and calls the callbacks."""
         self._end_training_part()
         if self.checkpointer:
             self.checkpointer.keep_metrics()
@@ -138,25 +144,31 @@ class RunCallbacks(keras.callbacks.CallbackList):
         super().on_test_begin(logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Ends an evaluation: some callbacks change the weights for it, and back."""
+        """Gathers the weights and ends an evaluation.
+
+        Some callbacks swap the weights before an evaluation, and restore them here.
+        """
         self._gather_for_callbacks()
         super().on_test_end(logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tells of a batch that was evaluated."""
+        """Calls the callbacks after an evaluated batch."""
         self._call_listening("on_test_batch_end", batch, logs)
         if self.checkpointer:
             self.checkpointer.after_test_step()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ends the epoch, with the whole model on each rank if there are callbacks: they may save it."""
+        """Ends the epoch, calls the callbacks, and writes a checkpoint if one is due.
+
+        If there are callbacks, each rank first gathers the whole model, because a callback may save it.
+        """
         self._gather_for_callbacks()
         self._end_training_part()
         self.state.end_epoch()
         if logs and logs.get("loss", 0) is None:
             logs["loss"] = self.recorder.mean_loss()
         numbers = as_numbers(logs)
-        for callback in self.callbacks:  # of one dictionary: what one adds, the next ones and the checkpoint see
+        for callback in self.callbacks:  # one dictionary: later callbacks and the checkpoint see added values
             callback.on_epoch_end(epoch, numbers)
         self._stop_alike()
         self._keep_one_rate()
@@ -164,11 +176,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.checkpointer.after_epoch(report.plain(numbers))
 
     def _stop_alike(self) -> None:
-        """Stops all ranks if a callback stopped one: by the clock, say, since the logs are equal on all."""
+        """Stops all ranks if a callback stopped one rank.
+
+        The logs are equal on all ranks, so only callbacks that depend on other values, such as the time, can differ.
+        """
         self._trained.stop_training = self._strategy.processes.any_rank(self._trained.stop_training)
 
     def _keep_one_rate(self) -> None:
-        """Gives all ranks the learning rate of rank 0, which a callback may have set."""
+        """Sets the learning rate of rank 0 on all ranks, since a callback may have changed it on one."""
         model = self._trained
         if learning_rate_schedule(model.optimizer) is None:
             own_rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
@@ -185,22 +200,26 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.state.stop_clock()
 
     def _call_listening(self, event: str, batch: int, logs: Any) -> None:
-        """Converts the logs of a step, which waits for the device, only for callbacks that look at them."""
-        for callback in self._listening[event]:  # the user's come last
+        """Calls the callbacks that implement a batch event.
+
+        Converts the logs to floats only if a callback reads them, because the conversion waits for the device.
+        """
+        for callback in self._listening[event]:  # user-defined callbacks come last
             logs = logs if isinstance(callback, _CONVERT_THEMSELVES) else as_numbers(logs)
             getattr(callback, event)(batch, logs=logs)
 
     def close(self) -> None:
-        """Closes the files, also of a run that failed."""
+        """Closes the files. Also called after a failed run."""
         self.recorder.close()
         if self.checkpointer and (missing := self.checkpointer.close()):
-            report.warn(f"could not be written: {missing}")
+            report.warn(f"could not write {missing}")
 
 
 def _is_listening(callback: keras.callbacks.Callback, event: str) -> bool:
-    """Returns whether a callback does not leave an event as Keras has it.
+    """Returns whether a callback overrides an event.
 
-    Keras' default one of a training step calls the older `on_batch_end`, as TerminateOnNaN has.
+    In Keras the default `on_train_batch_end` calls the older `on_batch_end`, which `TerminateOnNaN` overrides.
+    Therefore both names are checked.
     """
     default = keras.callbacks.Callback
     names = {event, event.replace("train_", "")}
@@ -208,13 +227,13 @@ def _is_listening(callback: keras.callbacks.Callback, event: str) -> bool:
 
 
 def _verbosity(verbose: str | int | None, config: Config) -> str | int:
-    """Returns what `verbose` of `fit` stands for: by default a bar in a terminal, else a line an epoch."""
+    """Returns the value of `verbose` to use. The default is a bar in a terminal, otherwise one line an epoch."""
     verbose = config.verbose if verbose == "auto" else verbose
     return (1 if sys.stdout.isatty() else 2) if verbose is None else verbose
 
 
 def _resume(state: RunState, reader: Reader, saved: dict[str, Any]) -> None:
-    """Continues where a checkpoint was saved."""
+    """Moves state and reader to the position of a checkpoint."""
     position = Position(saved["epoch"], saved["batch"])
     state.resume(saved["step"], position, was_stopped=saved["stopped"], measured=saved["recorder"])
     reader.resume_at(*position, saved.get("data"))
@@ -223,7 +242,11 @@ def _resume(state: RunState, reader: Reader, saved: dict[str, Any]) -> None:
 def _checked(
     strategy: Strategy, config: Config, callbacks: list[keras.callbacks.Callback] | None
 ) -> list[keras.callbacks.Callback]:
-    """Returns the user's callbacks. Raises `UserError` for one that cannot work in this run."""
+    """Returns the user-defined callbacks.
+
+    Raises:
+        UserError: for a callback that cannot work in this run.
+    """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
     several = strategy.processes.num_processes > 1
@@ -231,17 +254,17 @@ def _checked(
     for callback in callbacks or ():
         if isinstance(callback, keras.callbacks.BackupAndRestore) and (several or config.keeps_checkpoints):
             raise UserError(
-                "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir "
-                "and --resume"
+                "BackupAndRestore restores only weights and epoch, and only on one process; remove it, and use "
+                "--workdir and --resume"
             )
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch" and in_parts:
             raise UserError(
-                "ModelCheckpoint(save_freq=...) saves within an epoch, when a process knows its own part of the "
-                "weights alone (--strategy=pipeline, --shard); use --checkpoint_every"
+                "ModelCheckpoint(save_freq=...) saves within an epoch, when each process holds only a shard of the "
+                "weights (--strategy=pipeline, --shard); use --checkpoint_every"
             )
     return callbacks or []
 
 
 _BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end", "on_test_batch_end")
-# They convert the logs when they show or write them, if at all.
+# Callbacks that convert the logs themselves, only when they show or write them.
 _CONVERT_THEMSELVES = (Recorder, Progress)

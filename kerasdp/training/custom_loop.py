@@ -1,7 +1,7 @@
-"""Lets people write a training loop of their own: steps that run on all devices, and the batches for them.
+"""Provides steps and batches for custom training loops, which run on all devices.
 
-A user-defined function becomes the `train_step` of a Keras model that holds whatever the function uses. So it trains,
-and is checked, as user-defined steps of `fit` are (`kerasdp.step.custom_steps`).
+A user-defined function becomes the `train_step` of a Keras model. This model contains everything that the function
+uses. So the function is trained and checked like a user-defined `train_step` (`kerasdp.step.custom_steps`).
 """
 
 import contextlib
@@ -35,19 +35,19 @@ from kerasdp.training.model_calls import described
 from kerasdp.training.prepare import find_rows
 from kerasdp.training.readers import first_of
 
-# How what a step returns is joined over the devices.
+# Ways to combine a result of a step over the devices.
 REDUCTIONS = ("mean", "sum", "rows", "same")
 
 
 class LoopBatch(NamedTuple):
-    """A global batch of `Runner.batches`, for the functions that `Runner.step` makes.
+    """Holds a global batch that `Runner.batches` yields, as input of the functions that `Runner.step` makes.
 
     Attributes:
-        epoch: from 0, as callbacks have it; the lines of a run count from 1.
-        number: in the epoch, from 0.
-        is_last: whether it is the epoch's last one; None if that is not known.
+        epoch: the epoch, from 0, as in callbacks. Printed lines count from 1.
+        number: index of the batch in the epoch, from 0.
+        is_last: whether this is the last batch of the epoch; None if not known.
         num_rows: samples of the global batch.
-        data: on this process's devices.
+        data: the batch on this process's devices.
         sample: a few samples of the data.
     """
 
@@ -60,42 +60,47 @@ class LoopBatch(NamedTuple):
 
 
 class GivenRows:
-    """Samples that are in memory: what `find_rows` and the first step's check ask a reader for."""
+    """Holds samples in memory, with the `sample` method of a reader, for `find_rows` and the first-step check."""
 
     def __init__(self, data: tuple[Any, Any, Any]):
         self.data = data
 
     def sample(self, num_rows: int) -> Any:
-        """Returns so many rows; a batch of fewer is repeated."""
+        """Returns `num_rows` rows. Repeats the rows if there are fewer."""
         return take_rows(self.data, np.resize(np.arange(num_samples(self.data)), num_rows))
 
 
 # Samples that are read of each data set, for trials: as many as the check of the first step takes on 16 devices.
 _MOST_SAMPLED = 64
-# Under this name a batch is handed on that is not `(x, y)` or `(x, y, sample_weight)`.
+# Key of a batch that is not `(x, y)` or `(x, y, sample_weight)`.
 _GIVEN = "kerasdp: given"
 
 
 class StepModel(keras.Model):
-    """A user-defined function, as the `train_step` of a model that holds what the function uses.
+    """Wraps a user-defined function as the `train_step` of a model.
+
+    The model contains the layers, metrics, optimizers and variables that the function uses.
 
     Attributes:
-        title: for messages.
-        structure: of what it returned when it was last traced, with None for each tensor.
+        title: name for messages.
+        structure: structure of the latest traced result, with None for each tensor.
     """
 
     structure: Any = None
-    checks_results = True  # the first step's check looks at what it returns, too
+    checks_results = True  # the first-step check compares the results, too
 
     def __init__(self, function: Callable[..., Any], parts: StepParts, returns: Any):
-        """`returns`: see `Runner.step`."""
+        """Wraps the function. `parts` contains the objects that it uses. For `returns` see `Runner.step`."""
         super().__init__(name=_name_of(function))
         self.function, self._returns, self.title = function, returns, f"the step {self.name}"
         self.parts = [*parts.layers, *parts.metrics, *parts.variables]
         self.optimizers = [optimizer for optimizer, _ in parts.optimizers]
 
     def train_step(self, data: Any) -> Any:
-        """Calls the function; joins over the devices what it returns, but for means and metrics' results."""
+        """Calls the function, and combines its results over the devices.
+
+        Means over rows and results of metrics are combined later.
+        """
         returned = _call(self.function, data)
         result = keras.tree.map_structure(_as_tensor, returned)
         declared = _declared(self._returns, result, self.name)
@@ -117,32 +122,35 @@ def _call(function: Callable[..., Any], data: Any) -> Any:
 
 
 def _declared(returns: Any, result: Any, name: str) -> Any:
-    """Returns what each leaf of a result is declared to be."""
+    """Returns the reduction of each leaf of a result ("mean", "sum", "rows" or "same"), as `returns` declares."""
     if isinstance(returns, str):
         return keras.tree.map_structure(lambda leaf: returns, result)
     if isinstance(returns, dict) and isinstance(result, dict) and returns.keys() <= result.keys():
         return {key: _declared(returns.get(key, "mean"), value, name) for key, value in result.items()}
     if isinstance(returns, (tuple, list)) and isinstance(result, (tuple, list)) and len(returns) == len(result):
         return type(result)(_declared(one, value, name) for one, value in zip(returns, result))
-    raise UserError(f"the step {name}: returns={returns!r} does not fit what it returns, {type(result).__name__}")
+    raise UserError(f"the step {name}: returns={returns!r} does not match its result, a {type(result).__name__}")
 
 
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, (str, bytes)):
-        raise UserError(f"a step returns tensors. Received: {leaf!r:.100}")
-    # Not of a tensor: a metric's result would not be known as that any more.
+        raise UserError(f"a step: expected tensors as results. Received: {leaf!r:.100}")
+    # Tensors stay the same objects, so that results of metrics are recognized.
     return leaf if leaf is None or keras.ops.is_tensor(leaf) else keras.ops.convert_to_tensor(leaf)
 
 
 def _joined(name: str, leaf: Any, reduction: str) -> Any:
-    """Joins a leaf over the devices, unless it is a mean over the rows or a metric's result: that is done later."""
+    """Combines a leaf of a result over the devices.
+
+    Means over rows and results of metrics are combined later.
+    """
     if leaf is None:
         return None
     dtype, shape = keras.backend.standardize_dtype(leaf.dtype), tuple(leaf.shape)
     if reduction == "mean" and (shape or "float" not in dtype):
         raise UserError(
-            f"the step {name} returns {dtype} of shape {shape}: expected a floating-point number, which is a mean over "
-            "the samples. Say what else it is by returns=, as 'same', 'sum' or 'rows'"
+            f"the step {name}: expected a floating-point scalar, the mean over the samples. Received: {dtype} of shape "
+            f"{shape}; for other results pass returns='same', 'sum' or 'rows'"
         )
     share = current_step().share
     if reduction == "mean" or share is None:
@@ -157,7 +165,10 @@ def _joined(name: str, leaf: Any, reduction: str) -> Any:
 
 
 def _as_ordered(structure: Any, values: Any) -> Any:
-    """Returns values with the keys of dictionaries in the order of a structure; None: of the structure itself."""
+    """Returns values with dictionary keys in the order of `structure`.
+
+    With None as values, returns the structure itself, with None as leaves.
+    """
     if isinstance(structure, dict):
         return {key: _as_ordered(part, None if values is None else values[key]) for key, part in structure.items()}
     if type(structure) in (list, tuple):
@@ -167,10 +178,10 @@ def _as_ordered(structure: Any, values: Any) -> Any:
 
 
 class Step:
-    """A user-defined function that runs on all devices, one compiled program a step: what `Runner.step` returns."""
+    """Runs a user-defined function on all devices, as one compiled program. `Runner.step` returns it."""
 
     def __init__(self, runner: Any, function: Callable[..., Any], returns: Any):
-        """See `Runner.step`."""
+        """Sets up the step. For the arguments see `Runner.step`."""
         for reduction in keras.tree.flatten(returns):
             if reduction not in REDUCTIONS:
                 raise UserError(f"returns: expected some of {', '.join(REDUCTIONS)}. Received: {reduction!r}")
@@ -179,15 +190,15 @@ class Step:
         self.__name__, self.__doc__ = _name_of(function), function.__doc__
 
     def __call__(self, batch: Any = None) -> Any:
-        """Runs the function on a global batch, and returns what it returns, joined over the devices.
+        """Runs the function on a global batch. Returns the results, combined over the devices.
 
         Args:
-            batch: of `Runner.batches`; or arrays, or a structure of them, with the samples on axis 0: on every process
-                the whole batch. None: the function takes none.
+            batch: a batch of `Runner.batches`, or a structure of arrays with the samples on axis 0. Arrays must be the
+                whole batch on every process. None: the function takes no batch.
         """
         runner = self._runner
         if current_step().record is not None:
-            raise UserError(f"the step {self.__name__} is called within a step: call its function there")
+            raise UserError(f"the step {self.__name__} was called within a step; call its undecorated function instead")
         is_given = not isinstance(batch, LoopBatch)
         if is_given:
             batch = _given(batch, runner.strategy)
@@ -198,7 +209,7 @@ class Step:
                 self._model = self._made(batch.sample)
         if runner._loop is not None and (is_given or batch.sample is runner._loop.sample):
             runner._loop.take(self._model)
-        # Where it is not known how many steps there will be, torch compiles them only with --compile=on.
+        # If the number of steps is not known, torch compiles them only with --compile=on.
         is_full = is_given and (runner._loop is not None or runner.config.compile != "auto")
         rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
         with runner._model_steps.running(self._model) as functions, rows:
@@ -207,22 +218,20 @@ class Step:
         return _as_ordered(structure, keras.tree.pack_sequence_as(structure, leaves))
 
     def _made(self, reader: Any) -> StepModel:
-        """Finds what the function uses, builds its optimizers, and prepares a model for the devices.
+        """Finds the objects that the function uses, builds its optimizers, and returns a model for the devices.
 
         Raises:
             UserError: if the function cannot be used on these devices.
         """
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
         if config.strategy != "data" or config.has_micro_batches:
-            raise UserError(
-                f"the step {self.__name__}: a custom step trains with --strategy=data and without --accumulate"
-            )
-        # One program of several processes; where each has its own, --shard is refused with a custom step anyway.
+            raise UserError(f"the step {self.__name__}: a custom step needs --strategy=data, without --accumulate")
+        # One program for several processes. With one program each, --shard raises an error for custom steps anyway.
         is_one_program = strategy.split.is_one_program and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:
             raise UserError(
-                f"the step {self.__name__}: after a loop with --shard={config.shard} on several machines none could "
-                "read the weights; use fit, with a train_step of your own, or leave out --shard"
+                f"the step {self.__name__}: with --shard={config.shard} on several machines, no process could read the "
+                "weights after a custom loop; use fit with a custom train_step, or remove --shard"
             )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._continued_scope():
@@ -238,7 +247,7 @@ class Step:
                 transform(model)
         runner._made_before.refuse(model)
         with runner._model_steps.running(model):
-            # Trials leave metrics as at the begin of an epoch; these may hold what a loop, or one before it, has seen.
+            # Trials reset the metrics, but these may contain values of this loop or an earlier loop.
             kept = [(variable, keras.ops.convert_to_numpy(variable).copy()) for variable in model.metrics_variables]
             find_rows(model, reader, config, strategy, "train_step")
             check_first_step(model, config, strategy, reader)
@@ -248,7 +257,7 @@ class Step:
 
 
 def _given(batch: Any, strategy: Strategy) -> LoopBatch:
-    """Brings a batch that was given as arrays to the devices."""
+    """Copies a batch of arrays to the devices."""
     if batch is None:
         batch = {_GIVEN: {"nothing": np.zeros((strategy.split.num_replicas, 1), "float32")}}
     elif not (isinstance(batch, tuple) and len(batch) in (2, 3)):
@@ -269,16 +278,16 @@ _SAVED: dict[str, tuple[Any, ...]] = {
 
 
 class SavedParts(keras.Model):
-    """What a loop saves, as a model that holds it: see `Runner.checkpoint`."""
+    """Contains the objects that a custom loop saves, as a Keras model. See `Runner.checkpoint`."""
 
-    # What the callbacks of a run ask of a model that `fit` trains.
+    # Attributes that the callbacks of a run read from a model in `fit`.
     loss, stop_training = None, False
 
     def __init__(self, **given: Any):
-        """Takes the parts; of the optimizers, the first is that whose learning rate the files of the run show.
+        """Stores the objects. The files of the run show the learning rate of the first optimizer.
 
         Raises:
-            UserError: for what cannot be saved.
+            UserError: for an object that cannot be saved.
         """
         super().__init__(name="loop")
         parts = {name: _by_name(value) for name, value in given.items()}
@@ -289,8 +298,8 @@ class SavedParts(keras.Model):
                     raise UserError(f"checkpoint, {name}: expected a {words}. Received: {type(part).__name__}")
                 if not getattr(part, "built", True):
                     raise UserError(
-                        f"checkpoint, {name}: {part.name} is not built, so that it is not known what there is to save: "
-                        "call its build (of an optimizer with the weights that it updates) before"
+                        f"checkpoint, {name}: {part.name} is not built, so its variables are unknown; call its build "
+                        "before (for an optimizer: with the weights that it updates)"
                     )
         if not parts["optimizers"]:
             raise UserError("checkpoint, optimizers: expected at least one. Received: none")
@@ -299,18 +308,18 @@ class SavedParts(keras.Model):
         self.optimizers = dict(others)
 
     def require(self, step: StepModel) -> None:
-        """Raises `UserError` for a variable that a step uses, but that would not be saved."""
+        """Raises `UserError` if a step uses a variable that would not be saved."""
         known = {id(variable) for variable in variables_of_own_step(self)}
         for variable in variables_of_own_step(step):
             if id(variable) not in known:
                 raise UserError(
-                    f"checkpoint: the step {step.name} uses {variable.path}, which is not among what is saved, so that "
-                    "a resumed run would differ: name what holds it in models, optimizers, metrics or variables"
+                    f"checkpoint: the step {step.name} uses {variable.path}, which would not be saved, so a resumed "
+                    "run would differ; add its owner to models, optimizers, metrics or variables"
                 )
 
 
 def _by_name(parts: Any) -> dict[str, Any]:
-    """Returns parts that were given as a dictionary, as a list, or one alone."""
+    """Returns a dictionary of objects that were passed as a dictionary, a list or a single object."""
     if parts is None:
         return {}
     if isinstance(parts, dict):
@@ -319,23 +328,23 @@ def _by_name(parts: Any) -> dict[str, Any]:
 
 
 class CustomLoop:
-    """The batches of a custom loop, and what the loop tells of each: as `Loop.fit` without the steps.
+    """Runs a custom loop: yields its batches and calls its callbacks. Corresponds to `Loop.fit`, but runs no steps.
 
     Attributes:
-        reader: of the data.
-        batch_size: that was asked for.
-        epochs: that are left.
+        reader: reader of the data.
+        batch_size: the requested batch size.
+        epochs: the remaining epochs.
         first: the first batch, for its shapes.
-        generator: of the batches; who closes it leaves the loop.
-        state: where the loop is.
-        logs: what the loop has logged since the last batch.
+        generator: generator of the batches. Closing it ends the loop.
+        state: epoch and step of the loop.
+        logs: values logged since the last batch.
     """
 
     generator: Generator[LoopBatch, None, None]
     state: RunState
 
     def __init__(self, reader: Reader, strategy: Strategy, batch_size: int, epochs: int):
-        """Reads what is to be known of the data, which cannot be done once an epoch has begun."""
+        """Reads the first batch and a few samples. This is not possible after an epoch has started."""
         self.reader, self.batch_size, self.epochs = reader, batch_size, range(epochs)
         self.first, self.sample = first_of(reader), GivenRows(reader.sample(_MOST_SAMPLED))
         self.logs: dict[str, Any] = {}
@@ -347,7 +356,10 @@ class CustomLoop:
     def begin(
         self, state: RunState, callbacks: RunCallbacks | None, saved: SavedParts | None, max_steps: int | None = None
     ) -> None:
-        """Takes where the loop is, and what records and saves it; None: nothing does."""
+        """Sets the state of the loop, the callbacks and the saved objects.
+
+        With None as `callbacks`, nothing is recorded. With None as `saved`, nothing is saved.
+        """
         self.state, self._callbacks, self._saved = state, callbacks, saved
         if callbacks is None:
             state.begin_fit(
@@ -360,14 +372,17 @@ class CustomLoop:
             self.epochs = range(state.epoch, state.epoch if state.was_over else self.epochs.stop)
 
     def take(self, step: StepModel) -> None:
-        """Notes a step of the loop. Raises `UserError` if what it uses would not be saved."""
+        """Registers a step of the loop. Raises `UserError` if it uses variables that would not be saved."""
         if id(step) not in self._steps:
             if self._saved is not None:
                 self._saved.require(step)
             self._steps[id(step)] = step
 
     def batches(self, feed: Feed) -> Iterator[LoopBatch]:
-        """Yields the batches; what follows a step is done when the next batch is asked for."""
+        """Yields the batches.
+
+        Callbacks and checkpoints of a step run when the next batch is requested.
+        """
         callbacks = self._callbacks or keras.callbacks.CallbackList()
         callbacks.on_train_begin()
         for epoch in self.epochs:
@@ -384,7 +399,7 @@ class CustomLoop:
                 logs = self.logs
                 self.state.after_step(logs.get("loss"), batch.indices, {})
                 callbacks.on_train_batch_end(number, logs)
-            for step in self._steps.values():  # all of their variables: the loop may have assigned any
+            for step in self._steps.values():  # all variables: the loop may have assigned any
                 require_equal_replicas(step, self._strategy)
             callbacks.on_epoch_end(epoch, self.logs)
             if self._callbacks is None:

@@ -1,8 +1,8 @@
-"""Refuses targets that a loss cannot learn from, before the first step and in the same words on each backend.
+"""Checks that a loss can learn from the targets, before the first step and with the same error on each backend.
 
-Backends differ in what they do with it: labels that are out of range are an IndexError with torch, 94 lines with
-TensorFlow, and another training, without a word, with JAX. What has another shape than a model or its losses take is
-Keras' own error, which comes before the first step, too.
+Without this check the backends differ. For labels that are out of range, torch raises an IndexError, TensorFlow prints
+94 lines, and JAX trains on silently with other results. For wrong shapes Keras raises its own error before the first
+step.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
 from kerasdp.step.global_batch import is_loss_of_keras
 
-# Bytes of targets in memory that are looked through before the first step, in a third of a second at most; of more, and
-# of what is read while the run goes, each batch is looked at before it is trained.
+# Targets in memory up to so many bytes are checked before the first step, in a third of a second at most. Larger
+# targets, and targets that are read during the run, are checked batch by batch.
 MOST_LOOKED_THROUGH = 2**30
 
 _VALIDATION = "validation data: "
-# The loss that `compile` made of each model, the shapes of the data that it was given last, and the outputs for them.
+# For each model: the loss that `compile` made, the shapes of the latest data, and the symbolic outputs for them.
 _outputs_of: ModelCache[tuple[Any, list[Any], Any]] = ModelCache()
 
 
 @contextlib.contextmanager
 def about_validation() -> Iterator[None]:
-    """Lets messages say that they are about the validation data."""
+    """Adds the prefix "validation data" to the errors that the block raises."""
     try:
         yield
     except UserError as error:
@@ -51,14 +51,14 @@ def about_validation() -> Iterator[None]:
 def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validation: bool = False) -> None:
     """Raises an error if a model cannot be trained on, or evaluated with, the data of a reader.
 
-    Looks at the shapes of the first batch, and at all targets: those that are not in memory, or too large, when they
-    are read. Costs one pass over the targets.
+    Checks the shapes of the first batch, and all targets. Targets that are not in memory, or larger than
+    `MOST_LOOKED_THROUGH`, are checked batch by batch during reading. The check costs one pass over the targets.
 
     Args:
-        model: built and compiled.
-        reader: gets the function that looks at the targets of each batch, if that is needed.
-        batch: its first one.
-        is_validation: whether this is the data of an evaluation within `fit`.
+        model: a built and compiled model.
+        reader: reader of the data. Its `check` is set if each batch has to be checked.
+        batch: first batch of the reader.
+        is_validation: whether the data is the validation data of `fit`.
     """
     if not _has_usual_loss(model):
         return
@@ -77,7 +77,7 @@ def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validatio
     if isinstance(source, ArraySource) and _num_bytes(source.all_targets) <= MOST_LOOKED_THROUGH:
         check(
             *source.all_targets, np.arange(source.num_samples), ""
-        )  # all ranks, each with other rows, name one sample
+        )  # all ranks check all rows, and name the same sample
         return
     check(batch.targets, batch.sample_weight, batch.own_indices, "")
 
@@ -88,7 +88,7 @@ def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validatio
     reader.check = check_batch
 
 
-# Layers that take numbers of any scale, or give them one.
+# Layers that accept values of any scale, or that scale them.
 _SCALING = (
     keras.layers.Rescaling, keras.layers.Normalization, keras.layers.BatchNormalization, keras.layers.Embedding,
     keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.RMSNormalization,
@@ -97,7 +97,10 @@ _SCALING = (
 
 
 def warn_of_unscaled_images(model: keras.Model, batch: Batch) -> None:
-    """Warns of images from 0 to 255 for a model in which nothing scales them, as far as its layers are Keras' own."""
+    """Warns if a model gets images from 0 to 255 and no layer scales them.
+
+    Checks only models that consist of Keras' own layers.
+    """
     graph = as_functional(model)
     images = [each.dtype == "uint8" and each.ndim > 2 for each in keras.tree.flatten(batch.inputs) if each is not None]
     if graph is None or not any(images):
@@ -106,13 +109,13 @@ def warn_of_unscaled_images(model: keras.Model, batch: Batch) -> None:
     are_known = all(isinstance(each, keras.Layer) and type(each).__module__[:6] == "keras." for each in operations)
     if are_known and not any(isinstance(each, _SCALING) for each in operations):
         report.warn(
-            f"{model.name}: gets images from 0 to 255 (uint8), and no layer scales them. Begin the model with "
+            f"{model.name}: the images are from 0 to 255 (uint8), and no layer scales them; start the model with "
             "keras.layers.Rescaling(1 / 255)"
         )
 
 
 def chance_loss(model: keras.Model) -> float | None:
-    """Returns the cross-entropy of a model that gives each class the same probability; None for other losses."""
+    """Returns the cross-entropy of a model that predicts all classes with equal probability; None for other losses."""
     known = _outputs_of.get(model)
     losses = [] if known is None or known[2] is None else targets_of_losses(model, known[2], known[2])
     functions = {keras.losses.sparse_categorical_crossentropy, keras.losses.categorical_crossentropy}
@@ -123,7 +126,7 @@ def chance_loss(model: keras.Model) -> float | None:
 
 
 def _has_usual_loss(model: keras.Model) -> bool:
-    """Returns whether targets go to the losses of `compile` as they are."""
+    """Returns whether the model passes targets unchanged to the losses of `compile`."""
     names = ("train_step", "test_step", "compute_loss")
     return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 
@@ -135,7 +138,10 @@ def _num_bytes(data: Any) -> int:
 def _check_targets(
     model: keras.Model, outputs: Any, targets: Any, sample_weight: Any, indices: np.ndarray, title: str
 ) -> None:
-    """Raises if something is wrong with targets or sample weights; `indices`: their places in the data set."""
+    """Raises an error if targets or sample weights have wrong values.
+
+    `indices` are the positions of the samples in the data set.
+    """
     for where, loss, target, output in targets_of_losses(model, targets, outputs):
         if not is_loss_of_keras(loss):
             continue
@@ -150,7 +156,7 @@ def _check_targets(
 
 
 def _check_labels(name: str, labels: np.ndarray, num_classes: int, ignored: int | None, indices: np.ndarray) -> None:
-    """Raises if a label is no number of one of the outputs."""
+    """Raises an error if a label is not a valid class index, from 0 to `num_classes - 1`."""
     is_whole = labels.dtype.kind in "iub" or not np.any(labels != np.floor(labels))
     if is_whole and labels.min() >= 0 and labels.max() < num_classes:
         return
@@ -163,9 +169,9 @@ def _check_labels(name: str, labels: np.ndarray, num_classes: int, ignored: int 
     label = labels[place].item()
     instead = "correct the labels"
     if label < 0:
-        instead = f"correct the labels, or give the loss ignore_class={int(label)}"
+        instead = f"correct the labels, or pass ignore_class={int(label)} to the loss"
     elif label >= num_classes:
-        instead = f"give the last layer {int(label) + 1} outputs or more, or correct the labels"
+        instead = f"use at least {int(label) + 1} outputs in the last layer, or correct the labels"
     raise UserError(
         f"{name}: expected whole numbers from 0 to {num_classes - 1} as labels, one for each output of the model. "
         f"Received: {label:g} (sample {indices[place[0]]}); {instead}"
@@ -173,15 +179,15 @@ def _check_labels(name: str, labels: np.ndarray, num_classes: int, ignored: int 
 
 
 def _refuse_nan(name: str, data: Any, indices: np.ndarray) -> None:
-    """Raises if there is a number that is not finite, and says in which sample."""
+    """Raises an error if an array has a value that is not finite. The error names the sample."""
     for leaf in keras.tree.flatten(data):
-        # One pass without another array: a NaN is least and largest.
+        # Minimum and maximum need no copy; both are NaN if any value is.
         if leaf is None or leaf.dtype.kind != "f" or not leaf.size:
             continue
         if np.isfinite(leaf.min()) and np.isfinite(leaf.max()):
             continue
         place = tuple(index[0] for index in np.nonzero(~np.isfinite(leaf)))
         raise UserError(
-            f"{name}: expected finite numbers. Received: {leaf[place]} in sample {indices[place[0]]}; replace it, or "
-            "leave the sample out"
+            f"{name}: expected finite numbers. Received: {leaf[place]} in sample {indices[place[0]]}; replace the "
+            "value, or remove the sample"
         )

@@ -1,4 +1,4 @@
-"""Goes through epochs and batches: calls the step functions and callbacks in the order of Keras' own `fit`."""
+"""Runs the loop over epochs and batches: calls step functions and callbacks in the order of Keras' `fit`."""
 
 import contextlib
 import dataclasses
@@ -30,14 +30,17 @@ Logs = dict[str, Any]
 
 
 class Loop:
-    """Trains, evaluates and predicts with one model, a batch of a feed after the other.
+    """Trains, evaluates and predicts with one model, batch by batch.
 
-    A test compares the events of callbacks, their logs and the history with those of Keras' own methods
+    A test compares the callback events, their logs and the history with Keras' own methods
     (keras/src/backend/*/trainer.py).
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy, state: RunState, functions: StepFunctions):
-        """`functions` are those of the model; `state` knows where a resumed run begins, and notes each step."""
+        """Sets up the loop with the step functions of the model.
+
+        `state` holds the resume point of the run, and counts each step.
+        """
         self.model, self.strategy, self.state, self.functions = model, strategy, state, functions
         self._compiled = model.compiled and (model.optimizer, *made_by_compile(model))
         self._is_state_checked = False
@@ -50,10 +53,10 @@ class Loop:
         validation: Feed | None,
         validation_freq: int | list[int],
     ) -> None:
-        """Trains the epochs, and evaluates on `validation` after those that `validation_freq` names, as in Keras.
+        """Trains the epochs. Evaluates on `validation` after the epochs that `validation_freq` names, as Keras does.
 
         Raises:
-            UserError: if a callback compiles the model, whose steps are made for its optimizer, loss and metrics.
+            UserError: if a callback compiles the model again. The step functions still use the former ones.
         """
         model = self.model
         logs: Logs = {}
@@ -69,13 +72,16 @@ class Loop:
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
-        # Averaged weights (`use_ema`) take the place of those that were trained.
+        # With `use_ema`, averaged weights replace the trained weights.
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs)
 
     def _train_epoch(self, feed: Feed, callbacks: CallbackList) -> Logs:
-        """Trains the batches of an epoch, in a resumed one the rest of them; returns Keras' logs of all."""
+        """Trains the batches of an epoch, and returns the Keras logs of the epoch.
+
+        After a resume it trains only the remaining batches of the first epoch.
+        """
         model, num_done = self.model, self.state.num_skipped
         logs = model.get_metrics_result() if num_done else {}
         set_training_mode(model, True)
@@ -100,13 +106,20 @@ class Loop:
         return self._epoch_logs(logs, "train_step")
 
     def _check_state(self) -> None:
-        """Compares the replicas after the first step and each epoch: of all else there is one, or it comes of sums."""
+        """Compares the state variables of the replicas after the first step and after each epoch.
+
+        Compares only variables that are not trained. Trained weights need no check: there is one copy, or the replicas
+        update them with the same all-reduced sums.
+        """
         self._is_state_checked = True
         if self.strategy.split.runs_on_shards:
             require_equal_replicas(self.model, self.strategy, state_only=True)
 
     def _train(self, batches: list[DeviceBatch]) -> Logs:
-        """Trains on the batches of one call, in one program if that can be; returns Keras' logs after the last."""
+        """Trains on the batches of one call. Returns the Keras logs after the last batch.
+
+        Runs all batches in one program if the step functions allow it.
+        """
         state, functions = self.state, self.functions
         logs: Logs = {}
         several = functions.train_several if len(batches) > 1 and state.observer is None else None
@@ -121,7 +134,7 @@ class Loop:
         return logs
 
     def evaluate(self, feed: Feed, callbacks: CallbackList) -> Logs:
-        """Evaluates all batches; returns the logs, as numbers."""
+        """Evaluates all batches. Returns the logs as floats."""
         model, number, logs = self.model, 0, {}
         losses: list[Any] = []  # of a user-defined step
         is_own = "test_step" in own_steps(model)
@@ -147,7 +160,7 @@ class Loop:
         return logs
 
     def predict(self, feed: Feed, callbacks: CallbackList) -> Any:
-        """Predicts all batches; returns the outputs as arrays, of the structure that the model gives."""
+        """Predicts all batches. Returns the outputs as arrays, in the same structure as the model's outputs."""
         model, outputs = self.model, []
         last: Any = None
         set_training_mode(model, False)
@@ -168,12 +181,13 @@ class Loop:
     def _refuse_new_compile(self) -> None:
         now = self.model.compiled and (self.model.optimizer, *made_by_compile(self.model))
         if any(one is not other for one, other in zip(now, self._compiled)):
-            raise UserError(f"{self.model.name} was compiled again while it trains: do it between two calls of fit")
+            raise UserError(f"{self.model.name} was compiled again during fit; call compile between two calls of fit")
 
     def _epoch_logs(self, logs: Logs, step: str) -> Logs:
-        """Returns the model's metrics, unless a user-defined step gave other logs: then these, of the last batch.
+        """Returns the metrics of the model after an epoch.
 
-        A loss that the step told no metric is None: the caller sets the mean of the batches.
+        If a user-defined step returns logs with other names, returns the logs of the last batch instead. The loss is
+        None if the step does not update a loss metric. The caller then sets the mean over the batches.
         """
         metrics = self.model.get_metrics_result()
         if metrics.keys() != logs.keys():
@@ -184,43 +198,55 @@ class Loop:
     def _warn_if_short(self, feed: Feed, num_done: int) -> None:
         if feed.num_batches is not None and num_done < feed.num_batches and self.strategy.processes.rank == 0:
             report.warn(
-                f"epoch {self.state.epoch + 1}: expected {feed.num_batches} batches (steps_per_epoch). The data ran "
-                f"out after {num_done}; give more, or repeat it"
+                f"epoch {self.state.epoch + 1}: expected {feed.num_batches} batches (steps_per_epoch). Received: only "
+                f"{num_done}; add data, or repeat the data set"
             )
 
 
 def _calls(batches: Iterator[DeviceBatch], num_done: int, per_call: int) -> Iterator[list[DeviceBatch]]:
-    """Yields the batches of each call: `per_call`, fewer at the end of the data, and where a resumed epoch begins."""
+    """Groups batches into lists of `per_call`, one list for each call of a step function.
+
+    A list is shorter at the end of the data, and at the start of a resumed epoch.
+    """
     while taken := list(itertools.islice(batches, per_call - num_done % per_call)):
         yield taken
         num_done += len(taken)
 
 
 def is_due(epoch: int, validation_freq: int | list[int]) -> bool:
-    """Returns whether to evaluate after an epoch, from 0: after every n-th one, or those of a list, from 1."""
+    """Returns whether to evaluate after an epoch, counted from 0.
+
+    `validation_freq` is an interval, or a list of epochs that count from 1.
+    """
     if hasattr(validation_freq, "__contains__"):
         return epoch + 1 in validation_freq
     return (epoch + 1) % validation_freq == 0
 
 
 def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only: bool = False) -> None:
-    """Raises `ReplicasDifferError` unless all replicas hold bit-equal values; `state_only`: of what is not trained."""
+    """Raises `ReplicasDifferError` unless all replicas hold bit-equal values.
+
+    With `state_only`, compares only variables that are not trained.
+    """
     different = strategy.diverged_variables(model, state_only)
     if different:
         raise ReplicasDifferError(
             f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
-            f"{different[0]}: a layer, a loss, a callback or a loop changed it on one device but not on the others, or "
-            "gave it what it saw of one device's samples"
+            f"{different[0]}: a layer, loss, callback or loop changed it on one device only, or computed it from the "
+            "samples of one device; update it in the same way on all devices"
         )
 
 
 class ModelSteps:
-    """The step functions of the models of a run, made once for each compiled model."""
+    """Makes the step functions of each compiled model once, and stores them for later calls."""
 
     def __init__(self, config: Config, strategy: Strategy, state: RunState):
-        """`strategy` makes the functions, which tell `state` of each training step; their calls are marked."""
+        """Sets up an empty store.
+
+        `strategy` makes the step functions. The watchdog tracks their calls. `state` counts each training step.
+        """
         self._strategy, self._state = strategy, state
-        # Whether each process has all weights, and none on another one, or in parts.
+        # Whether each process holds all weights. They are neither sharded nor on another process.
         self._has_weights = config.strategy == "data" and config.shard != "weights"
         # Calls of the runner's `fit`, `evaluate` and `predict` that have not returned.
         self.num_running = 0
@@ -230,14 +256,14 @@ class ModelSteps:
     def running(self, model: keras.Model, evaluated: Evaluated | None = None) -> Iterator[StepFunctions]:
         """Yields the step functions of a model, in the context in which they may be called.
 
-        `evaluated`: what `test` or `predict` get; None: nothing.
+        `evaluated` describes the data for `test` or `predict`. None: there is no such data.
         """
         functions = self._functions_of(model)
         self._state.description = functions.description
         self.num_running += 1
         evaluated, self._state.evaluated = self._state.evaluated, evaluated
         try:
-            # Where models are made, user-defined initializers draw portably; layers say which of them do.
+            # User-defined initializers draw portable values where models are made; layers name those that do.
             with self._strategy.running(model), same_on_all_backends(), portable_draws(UNNAMED):
                 yield functions
         finally:
@@ -245,8 +271,8 @@ class ModelSteps:
             self._state.evaluated = evaluated
 
     def _functions_of(self, model: keras.Model) -> StepFunctions:
-        # A model that is compiled again needs new functions; compiling makes new objects of all of these.
-        # Variables come and go without a `compile`, too: `quantize`, `enable_lora`, a metric that is built.
+        # A model that is compiled again needs new functions. `compile` makes new objects of all of these. `quantize`,
+        # `enable_lora` and the building of a metric add or remove variables without `compile`.
         made_for = (getattr(model, "optimizer", None), *made_by_compile(model), *all_variables(model))
         known = self._functions.get(model)
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
@@ -260,15 +286,16 @@ class ModelSteps:
         return known[1]
 
 
-# Steps in which a weight is to change, and weights of which one is looked at after the first step: the smallest.
+# A weight has to change within so many steps. After the first step only the smallest weights are compared.
 _FEW_STEPS, _FEW_WEIGHTS = 4, 8
 
 
 def _warning_of_unchanged_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
-    """Says in a line, once, that the first steps have changed no weight; a step without an optimizer is to change none.
+    """Wraps the training steps so that they warn once if the first steps change no weight.
 
-    All weights are read only where the first step has changed none of a few. Weights that are not trained count, as the
-    statistics of batch norm, and the scale of a loss that was too large. Seeds do not.
+    Steps without an optimizer are not wrapped. All weights are compared only if the first step changes none of a few.
+    The comparison includes weights that are not trained: batch-norm statistics, and the loss scale, which changes after
+    an overflow. It excludes seeds.
     """
     if not optimizers_of(model):
         return functions
@@ -290,7 +317,10 @@ def _warning_of_unchanged_weights(model: keras.Model, functions: StepFunctions) 
 
 
 def _looks_at_weights(model: keras.Model) -> Iterator[None]:
-    """Looks at the weights before each of the first steps, and ends where one has changed, or with a warning."""
+    """Checks during the first steps that a weight changes. The caller calls `next` before each step.
+
+    Ends as soon as a weight has changed. Otherwise prints a warning after the last of these steps.
+    """
     optimizers = optimizers_of(model)
     num_steps = max(_FEW_STEPS, *(1 + (inner_optimizer(each).gradient_accumulation_steps or 1) for each in optimizers))
     weights = sorted(model.trainable_weights, key=lambda weight: math.prod(weight.shape))[:_FEW_WEIGHTS]
@@ -306,14 +336,14 @@ def _looks_at_weights(model: keras.Model) -> Iterator[None]:
         found = [each for each in (*model.weights, *scales) if each is not None]
         weights = [weight for weight in found if weight.name != "seed_generator_state"]
     if weights:
-        reason = "does the step apply its gradients, and does the loss depend on the weights?"
+        reason = "check that the step applies its gradients, and that the loss depends on the weights"
         if not model.trainable_weights:
-            reason = "all of them are frozen"
+            reason = "all weights are frozen"
         report.warn(f"{model.name}: no weight has changed in the first {num_steps} steps; {reason}")
 
 
 def _values_of(variables: list[keras.Variable]) -> list[np.ndarray]:
-    # Copies: the memory of a variable is taken by its next value. TensorFlow (2.21) makes no array of one bfloat16.
+    # Copies, since the next value reuses the memory. TensorFlow (2.21) cannot convert a bfloat16 scalar to an array.
     return [
         np.array(keras.ops.convert_to_numpy(keras.ops.cast(each, "float32") if "float16" in each.dtype else each))
         for each in variables

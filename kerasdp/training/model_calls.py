@@ -1,6 +1,6 @@
-"""Lets `model.fit`, `model.evaluate` and `model.predict` mean the runner's, and honours models that override them.
+"""Redirects `model.fit`, `model.evaluate` and `model.predict` to the runner, also for models that override them.
 
-Ranks see whether they were given the same arguments.
+Also checks that all ranks pass the same arguments to these methods.
 """
 
 import contextlib
@@ -23,16 +23,17 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def through_model(method: Method) -> Method:
-    """Makes a method of `Runner` call the model's own method of that name, if its class overrides that of Keras.
+    """Decorates a method of `Runner` so that it calls the model's method of the same name, if the model overrides it.
 
-    Such a method hands changed arguments (more callbacks, say) to `super()`, which is the runner's again: see
-    `model_calls_through`. One that would only preprocess data, and has no preprocessor, is not called.
+    An overriding method changes arguments (it adds callbacks, for example) and calls `super()`. That call arrives at
+    the runner again; see `model_calls_through`. A `fit` that would only preprocess data is skipped if there is no
+    preprocessor.
     """
     name = method.__name__
 
     @functools.wraps(method)
     def on_all_ranks(runner: Any, model: keras.Model, **given: Any) -> Any:
-        # Begins when all ranks have called it, with the same arguments.
+        # Waits until all ranks have made the same call with the same arguments.
         processes = runner.strategy.processes
         with watchdog.current.watching():
             meet(processes, name, summarize_arguments(model, given) if processes.num_processes > 1 else {})
@@ -47,40 +48,41 @@ def through_model(method: Method) -> Method:
         num_model_calls = runner._num_model_calls
         result = vars(kind)[name](model, **given)
         if runner._num_model_calls == num_model_calls:
-            raise UserError(f"{type(model).__name__} has a {name} of its own, which does not call super().{name}")
+            raise UserError(f"{type(model).__name__} overrides {name} without a call of super().{name}; add this call")
         return result
 
     return cast(Method, call)
 
 
 def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Returns what a method of `Runner` is given after runner and model, by name."""
+    """Returns the arguments of a call to a `Runner` method by name, without runner and model."""
     return dict(itertools.islice(inspect.signature(method).bind(*args, **kwargs).arguments.items(), 2, None))
 
 
 def _would_preprocess(model: keras.Model, kind: type) -> bool:
-    """Returns whether the `fit` of a class would preprocess data, but there is no preprocessor.
+    """Returns whether a class's `fit` only preprocesses data, while the model has no preprocessor.
 
-    So it is in `keras_hub.models.Task`, by its base class `PipelineModel`, of which other libraries have copies.
+    `keras_hub.models.Task` has such a `fit`, from its base class `PipelineModel`. Other libraries copy that class.
 
     Raises:
-        UserError: if there is one, which every process would call for data that is split already.
+        UserError: if the model has a preprocessor. Each process would apply it to data that is already split.
     """
     if "preprocess_samples" not in vars(kind):
         return False
     if getattr(model, "preprocessor", model) is not None:
         raise UserError(
-            f"{type(model).__name__} preprocesses its data: do that before, by x, y, sample_weight = keras.utils."
-            "unpack_x_y_sample_weight(model.preprocess_samples(x, y)), and set model.preprocessor = None"
+            f"{type(model).__name__} preprocesses its data in fit; preprocess before: x, y, sample_weight = keras."
+            "utils.unpack_x_y_sample_weight(model.preprocess_samples(x, y)), then set model.preprocessor = None"
         )
     return True
 
 
 def model_calls_through(runner: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which the methods of all models mean those of a runner.
+    """Returns a context in which methods of all models, such as `model.fit`, call those of the runner.
 
-    They would train on one device, or on each one by itself, with random numbers of the backend's, and nobody would
-    notice. While the runner trains, those that a callback calls are Keras' own, but for `evaluate`.
+    Without it, a model would silently train on one device or on each device separately, with the backend's random
+    numbers. While the runner trains, calls from a callback run Keras' own methods. Only `evaluate` still uses the
+    runner.
     """
     names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
     return methods_through({name: functools.partial(_through_runner, runner, name) for name in names})
@@ -89,40 +91,42 @@ def model_calls_through(runner: Any) -> contextlib.AbstractContextManager[None]:
 def _through_runner(
     runner: Any, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
-    """Is called in the place of a method of all models while a runner is there."""
+    """Replaces a method of all models, such as `fit`, while a runner is active."""
     if runner._model_steps.num_running and name != "evaluate":
         return method(model, *args, **kwargs)
     if name in ("train_on_batch", "test_on_batch"):
-        raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")
+        raise UserError(f"model.{name} would use only one device; use runner.fit or runner.evaluate")
     if hasattr(model, "preprocess_samples"):
         raise UserError(
-            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, which cuts and "
-            "preprocesses the data by itself"
+            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, whose {name} "
+            "batches and preprocesses the data itself"
         )
     if name == "predict_on_batch":
         (x,) = inspect.signature(method).bind(model, *args, **kwargs).args[1:]
         return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
     runner._num_model_calls += 1
-    # Not the one of `through_model`: this may be the `super()` of a model's own method.
+    # The undecorated method: this call may come from `super()` in the model's own method.
     own = getattr(type(runner), name).__wrapped__
     return own(runner, model, **_arguments(own, runner, model, *args, **kwargs))
 
 
 # Rows of each array, and values of each row, that are compared.
 _MOST = 64
-# What may differ: what is shown, and callbacks, some of which are for one rank.
+# Arguments that may differ between ranks: some callbacks run on one rank only.
 _OWN = ("verbose", "callbacks")
 
 
 def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `kerasdp.processes.ranks.unlike` has them.
+    """Summarizes the arguments of `fit`, `evaluate` or `predict`, to compare them between ranks.
+
+    `kerasdp.processes.ranks.unlike` compares the summaries.
 
     Args:
-        model: whose weights are counted.
-        arguments: by their names.
+        model: the model; the summary contains the number of its weights.
+        arguments: arguments by name.
     """
     weights = [weight.value for weight in model.trainable_weights[:_MOST]]
-    # On jax some may be held by other processes.
+    # With JAX other processes may hold some of them.
     whole = [keras.ops.convert_to_numpy(value) for value in weights if getattr(value, "is_fully_replicated", True)]
     count = sum(math.prod(weight.shape) for weight in model.weights)
     shown = f"a {type(model).__name__} of {count} numbers, {len(model.trainable_weights)} weights trained"
@@ -131,7 +135,7 @@ def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[s
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Returns an argument of a call, or data, as `kerasdp.processes.ranks.unlike` has it."""
+    """Summarizes an argument or data as text and a sample value, for `kerasdp.processes.ranks.unlike`."""
     leaves = keras.tree.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]
     if len(leaves) > _MOST:
         return {"shown": f"{type(value).__name__} of {len(leaves)}"}
@@ -150,7 +154,10 @@ def _shown(value: Any) -> str:
 
 
 def _sample(array: np.ndarray) -> float:
-    """Returns a number from -1 to 1 that is another for other values, and for round-off nearly the same."""
+    """Returns a checksum of an array between -1 and 1.
+
+    Different values have different checksums. Rounding differences change it only slightly.
+    """
     if array.dtype.kind not in "biuf" or array.size == 0:
         return 0.0
     rows = array[:: -(-len(array) // _MOST)] if array.ndim else array.reshape(1, 1)

@@ -40,24 +40,27 @@ from kerasdp.step.replica import all_variables, require_known_weights
 from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_layout, is_known, row_layout_of
 from kerasdp.training.data_checks import check_data, warn_of_unscaled_images
 
-# What `compile` had made of a model when it was said what its losses and metrics cost.
+# For each model: the result of `compile` for which the warning about gathered outputs was printed.
 _said_of: ModelCache[tuple[Any, Any]] = ModelCache()
 
 
 class MadeBefore:
-    """The variables that there are before a run: on one device, with values that its seed does not determine."""
+    """Finds variables that were made before the run started.
+
+    Such variables are on one device only, and their values do not depend on the seed of the run.
+    """
 
     def __init__(self) -> None:
         self._found: dict[int, Any] = {id(variable): weakref.ref(variable) for variable in living_variables()}
 
     def refuse(self, model: keras.Model) -> None:
-        """Raises `UserError` if model, optimizer or a metric has one of them."""
+        """Raises `UserError` if the model, its optimizer or a metric uses a variable made before the run."""
         for variable in all_variables(model):
             found = self._found.get(id(variable))
             if found is not None and variable is found():
                 raise UserError(
                     f"{variable.path} of {model.name} was made before kerasdp.launch: make (or load) the model, the "
-                    "optimizer and the metrics in the function that launch calls, for the run's devices and seed"
+                    "optimizer and the metrics in the function that launch calls"
                 )
 
 
@@ -70,21 +73,21 @@ def prepare(
     scope: Callable[[], AbstractContextManager[None]],
     step: str,
 ) -> None:
-    """Builds what is not built of a model, and makes its batch norm the one of this run.
+    """Builds the unbuilt parts of a model, and replaces layers such as batch norm by portable ones.
 
     Args:
-        model: of the user.
-        reader: of the data, which is checked.
-        batch: its first one, for its shapes.
-        config: the choices of the run.
-        strategy: how the devices share the work.
-        scope: makes the context in which variables are made.
-        step: of the model that will run: `train_step`, `test_step` or `predict_step`.
+        model: the user's model.
+        reader: reader of the data. The function also checks this data.
+        batch: first batch of the reader, for its shapes.
+        config: configuration of the run.
+        strategy: strategy of the run.
+        scope: returns the context in which variables are made.
+        step: the model's step that will run: `train_step`, `test_step` or `predict_step`.
 
     Raises:
         UserError: if the model cannot be used in this run, or not with this data.
     """
-    with_targets = step != "predict_step"  # whether the batch has what loss and metrics need
+    with_targets = step != "predict_step"  # whether loss and metrics are computed
     if with_targets and not model.compiled:
         raise UserError(f"{model.name} is not compiled: call model.compile(...) first")
     with scope():
@@ -97,7 +100,7 @@ def prepare(
         if strategy.processes.rank == 0:
             warn_of_unscaled_images(model, batch)
     require_known_weights(model)
-    with scope():  # a seed generator that a layer gets is a variable on each device
+    with scope():  # layers may get a seed generator, which is a variable on each device
         portable(model, config.batch_norm)
     find_rows(model, reader, config, strategy, step)
     if with_targets:
@@ -110,29 +113,35 @@ def prepare(
 
 
 def _refuse_to_train(model: keras.Model, config: Config) -> None:
-    """Raises `UserError` for a model that would not train as it should."""
+    """Raises `UserError` for a model that the run cannot train correctly."""
     if isinstance(model.optimizer, keras.optimizers.MultiOptimizer):
         raise UserError(
-            f"{model.name}: expected one optimizer. Received: MultiOptimizer, which has no learning rate; give compile "
-            "one of them, or update by several in a loop of your own (kerasdp.value_and_grad, runner.step)"
+            f"{model.name}: expected one optimizer. Received: MultiOptimizer, which has no learning rate; pass one of "
+            "its optimizers to compile, or use several in a custom loop (kerasdp.value_and_grad, runner.step)"
         )
     if config.accumulate > 1:
         refuse_next_values(model, "--accumulate", "leave it out")
         for name in ("train_step", "compute_loss"):
             if getattr(type(model), name) is not getattr(keras.Model, name):
                 raise UserError(
-                    f"--accumulate: the {name} of {type(model).__name__} is user-defined, and so may need the whole "
-                    "batch at once; leave it out"
+                    f"--accumulate: the {name} of {type(model).__name__} is user-defined and may need the whole batch "
+                    "at once; remove --accumulate"
                 )
         for reason in reasons_to_gather_for_metrics(model):
             raise UserError(
-                f"--accumulate: {reason} may need the whole batch at once; leave it out, or, where the variables of a "
-                "metric are sums over the samples, declare it with kerasdp.per_sample"
+                f"--accumulate: {reason} may need the whole batch at once; remove --accumulate. If the variables of "
+                "the metric are sums over the samples, mark it with kerasdp.per_sample instead"
             )
 
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
-    """Finds where the rows of a batch are in what a step computes, if a layer sees only some of them."""
+    """Finds which entries of the tensors in a step belong to which row of the batch.
+
+    Needed only if layers run on shards or micro-batches.
+
+    Raises:
+        UserError: for a layer that assigns to a variable, if there are micro-batches.
+    """
     is_own = step in own_steps(model)
     if not (strategy.split.runs_on_shards or (config.has_micro_batches and not is_own)):
         return
@@ -149,8 +158,8 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
         layout = row_layout_of(model)
         for layer, variables in layout.assigning.values() if config.has_micro_batches else ():
             raise UserError(
-                f"layer {layer.name} assigns to {variables[0].path} in its call, which here sees one micro-batch "
-                "after the other: train with --strategy=data and without --accumulate"
+                f"layer {layer.name} assigns to {variables[0].path} in its call, but would see only one micro-batch "
+                "at a time; use --strategy=data, without --accumulate"
             )
         called = {layer.name: "assigns to a variable" for layer, _ in layout.assigning.values() if layout.keeps(layer)}
         called |= {layer.name: "adds a loss" for layer in layout.adding.values()}
@@ -158,13 +167,16 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             name, reason = next(iter(called.items()))
             others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
             report.warn(
-                f"layer {name}{others} of {model.name} {reason} in its call: each device computes it for the whole "
-                "batch, which takes time; where that is much, let a small layer of its own do it"
+                f"layer {name}{others} of {model.name} {reason} in its call: each device runs the layer on the whole "
+                "batch, which is slower; if it is slow, move this operation into a small separate layer"
             )
 
 
 def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) -> None:
-    """Says what it costs where a loss or a metric is not known to be a sum over the samples."""
+    """Warns about the cost of gathering outputs.
+
+    Outputs are gathered if a loss or a metric may not be a sum over the samples.
+    """
     symbols, compiled = row_layout_of(model).outputs, made_by_compile(model)
     if symbols is None or _said_of.get(model) == compiled or not strategy.split.runs_on_shards:
         return
@@ -174,15 +186,17 @@ def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) 
         num_bytes = len(batch.indices) * bytes_of_row(symbols)
         report.warn(
             f"each device gets the outputs of all samples of a batch ({num_bytes / 1e6:,.2f} MB), for "
-            f"{' and '.join(reasons)}; where each sample counts by itself, say so with kerasdp.per_sample"
+            f"{' and '.join(reasons)}; if each sample counts independently, mark it with kerasdp.per_sample"
         )
 
 
 def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strategy: Strategy) -> None:
-    """Builds the optimizers of a user-defined step, which alone knows of which weights, before it is compiled.
+    """Builds the optimizers of a user-defined step before the step is compiled.
+
+    Only a trial of the step shows which weights each optimizer updates.
 
     Raises:
-        UserError: for one that the step does not use, or does not use yet, so that no checkpoint could hold it.
+        UserError: for an optimizer that the first step does not use. A checkpoint could not contain it.
     """
     optimizers = names_in(model).optimizers
     if all(optimizer.built for _, optimizer in optimizers):
@@ -198,8 +212,8 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
     for name, optimizer in optimizers if config.keeps_checkpoints else ():
         if not optimizer.built:
             raise UserError(
-                f"{name} of {model.name} is an optimizer that the first step does not use, so that it is not known "
-                "what a checkpoint must hold of it: build it (optimizer.build(weights)), or add "
+                f"{name} of {model.name} is an optimizer that the first step does not use. Checkpoints cannot "
+                "save it before it is built; call optimizer.build(weights) before training, or add "
                 "--checkpoint_every=never"
             )
 
@@ -207,7 +221,10 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
 def _refuse_state_of_losses(
     model: keras.Model, reader: Reader, inputs: Any, config: Config, strategy: Strategy
 ) -> None:
-    """Raises `UserError` for a loss that keeps a variable, which Keras knows nothing of, where it would be lost."""
+    """Raises `UserError` for a loss that updates a variable, if the variable would be lost.
+
+    Keras does not track variables of losses.
+    """
     if all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
         return
     is_alone = strategy.split.num_replicas == strategy.processes.num_processes == 1
@@ -217,9 +234,9 @@ def _refuse_state_of_losses(
     outputs = model.compute_output_spec(inputs) if outputs is None else outputs
     for variable in state_of_losses(model, reader.sample(NUM_ROWS)[1], outputs):
         raise UserError(
-            f"a loss of {model.name} assigns to the variable {variable.path}, which is in no checkpoint, and which "
-            "several devices, or jax, would lose: keep it in a layer of the model that calls add_loss, or train on one "
-            "device with --backend=torch or --backend=tensorflow and --checkpoint_every=never"
+            f"a loss of {model.name} assigns to {variable.path}. Checkpoints, several devices and jax would lose its "
+            "value; move it to a layer of the model that calls add_loss. Or train on one device with --backend=torch "
+            "or --backend=tensorflow, and --checkpoint_every=never"
         )
 
 
@@ -227,11 +244,11 @@ def _build(model: keras.Model, symbols: Any, with_targets: bool) -> None:
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise UserError(
-                f"layer {layer.name} is stateful, whose state Keras does not keep from one batch to the next with "
-                "--backend=jax, cannot take gradients of with --backend=torch, and which no checkpoint holds: leave "
-                "out stateful=True"
+                f"layer {layer.name} has stateful=True. Keras loses its state after each batch with --backend=jax, "
+                "and computes no gradients through it with --backend=torch. No checkpoint saves it; remove "
+                "stateful=True"
             )
-    if not has_call(model):  # its parts are built by themselves, and only its own steps know how they are used
+    if not has_call(model):  # no `call`: its layers are built already, and only its custom steps use them
         if with_targets and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         return
@@ -243,6 +260,6 @@ def _build(model: keras.Model, symbols: Any, with_targets: bool) -> None:
 
 
 def bytes_of_row(symbols: Any) -> int:
-    """Returns the bytes of a sample's outputs; `symbols`: a structure of `KerasTensor`s."""
+    """Returns the bytes of the outputs for one sample. `symbols` is a structure of `KerasTensor`s."""
     leaves = keras.tree.flatten(symbols)
     return sum(math.prod(size or 1 for size in leaf.shape[1:]) * bytes_of_number(leaf.dtype) for leaf in leaves)

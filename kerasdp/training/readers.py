@@ -1,4 +1,4 @@
-"""Chooses how the data that a user gives to `fit`, `evaluate` or `predict` is read."""
+"""Chooses the reader for the data that a user passes to `fit`, `evaluate` or `predict`."""
 
 import contextlib
 import dataclasses
@@ -20,17 +20,20 @@ from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache, RunState
 from kerasdp.same.random import DATA, portable_draws
 
-# Bytes of inputs that stay on each GPU without being asked to.
+# Inputs up to so many bytes are cached on each GPU by default.
 MOST_ON_DEVICE = 2**30
-# Bytes of a batch's inputs in memory that are copied sooner than a thread can be asked to do it.
+# For batches up to so many bytes, a copy takes less time than to start it in a thread.
 _FEW_BYTES = 2**20
 
 
 class FitNumbers(ModelCache[int]):
-    """Numbers the fits of each model, so that each new `fit` shuffles differently."""
+    """Counts the calls of `fit` for each model, so that each new `fit` shuffles differently."""
 
     def next(self, model: keras.Model, initial_epoch: int) -> int:
-        """Returns the number of one more `fit`, from 0. One that begins at a later epoch continues the last number."""
+        """Returns the number of a new call of `fit`, from 0.
+
+        A call that starts at a later epoch continues the previous one, and gets the same number.
+        """
         known = self.get(model)
         number = 0 if known is None else known + (initial_epoch == 0)
         self.put(model, number)
@@ -54,22 +57,22 @@ def make_reader(
     fit_number: int = 0,
     known_streams: dict[int, Stream] | None = None,
 ) -> Reader:
-    """Makes the reader of this process for what a user gives as data.
+    """Makes the reader of this process for the data of a user.
 
     Args:
-        config: `seed` and `strategy` are read.
+        config: configuration of the run; the function uses `seed` and `strategy`.
         strategy: says which inputs this process reads.
-        devices: of the run.
-        x: as in `kerasdp.Runner.fit`; so are `y`, `sample_weight`, `class_weight` and `shuffle`.
-        batch_size: the global batch.
-        steps: batches in an epoch; None: all there are.
-        training: whether an epoch of more batches than there are continues with the next pass over the data.
-        fitting: whether the data is read in many epochs, so that it may stay on the devices.
-        fit_number: how often the model was trained from an epoch 0 before; each time has an order of its own.
-        known_streams: keeps what can be read only once from one call to the next.
+        devices: devices of the run.
+        x: as in `kerasdp.Runner.fit`; also `y`, `sample_weight`, `class_weight` and `shuffle`.
+        batch_size: size of the global batch.
+        steps: batches of an epoch; None: one pass over the data.
+        training: whether an epoch with more batches than the data continues with the next pass.
+        fitting: whether the data is read in many epochs, so that it may be cached on the devices.
+        fit_number: number of earlier trainings of the model from epoch 0. Each training has a different order.
+        known_streams: stores iterators that can be read only once, for the next call.
 
     Raises:
-        UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
+        UserError: if the data cannot be split over the devices, or targets or weights are given twice.
     """
     split = dataclasses.replace(strategy.split, micro_batch_rows=None)
     seed = seed_of_fit(config.seed, fit_number)
@@ -87,10 +90,10 @@ def make_reader(
             reader.num_threads = 0
         return reader
     if y is not None or sample_weight is not None:
-        raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
+        raise UserError(f"x ({type(x).__name__}) yields batches with targets and weights; remove y and the weights")
     if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
-        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
-    steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
+        raise UserError(f"x: expected arrays, or an object that yields batches. Received: {type(x).__name__}")
+    steps = _capped(steps, steps or length_of(x))  # endless data is allowed only with steps
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
     if not isinstance(x, keras.utils.PyDataset):
         return StreamReader(x, split, steps, seed=seed if training else None, known_streams=known_streams, **own)
@@ -100,28 +103,34 @@ def make_reader(
 
 
 def _is_copied_at_once(source: Any, batch_size: int, devices: Devices) -> bool:
-    """Returns whether reading a batch ahead, in a thread, costs more than it saves. To a GPU copies have a stream."""
+    """Returns whether reading a batch ahead in a thread costs more than it saves.
+
+    Always False on GPUs and TPUs, where copies run in a separate stream.
+    """
     is_small = type(source) is ArraySource and source.num_bytes * batch_size <= _FEW_BYTES * source.num_samples
     return is_small and not devices.is_accelerator
 
 
 def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float] | None) -> Any:
-    """Returns samples that can be read by their numbers; None for batches."""
+    """Returns samples that can be read by index; None if `x` yields batches."""
     if _is_source(x):
         if any(part is not None for part in (y, sample_weight, class_weight)):
-            raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
+            raise UserError(f"x ({type(x).__name__}) contains targets and weights; remove y and the weights")
         return x
     if not is_of_arrays(x):
         return None
     if class_weight is not None:
         if sample_weight is not None:
-            raise UserError("give class_weight or sample_weight, not both")
+            raise UserError("expected class_weight or sample_weight. Received: both; remove one")
         sample_weight = weights_of_classes(y, class_weight)
     return ArraySource(x, y, sample_weight)
 
 
 def first_of(reader: Reader) -> Batch:
-    """Returns the first batch; data that draws by `keras.random` draws the same on every backend, here as in a feed."""
+    """Returns the first batch of a reader.
+
+    Data that uses `keras.random` draws the same values on every backend, as in a feed.
+    """
     with portable_draws(DATA):
         batch = reader.first()
     if keras.backend.backend() != "tensorflow":
@@ -132,14 +141,17 @@ def first_of(reader: Reader) -> Batch:
 
 @contextlib.contextmanager
 def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
-    """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
+    """Yields a feed of the reader's batches, from the position in `state`, and closes the feed at the end."""
     feed = Feed(reader, strategy.shard_batch, state, lambda: portable_draws(DATA))
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
 
 
 def _capped(steps: int | None, there: int | None) -> int | None:
-    """Returns the batches of an epoch as `keras.config.max_steps_per_epoch` allows; None: all that are there."""
+    """Returns the batches of an epoch, limited by `keras.config.max_steps_per_epoch`.
+
+    None: all batches of the data.
+    """
     most = keras.config.max_steps_per_epoch()
     return steps if most is None or (steps or there or most) < most else most
 
@@ -151,6 +163,6 @@ def _is_source(x: Any) -> bool:
 
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
-    """Returns whether the inputs of a source are kept on each device, where a step then takes its rows."""
+    """Returns whether each device caches the inputs of a source. A step then takes its rows from this cache."""
     may_stay = devices.is_accelerator and config.strategy == "data"
     return may_stay and isinstance(source, ArraySource) and source.num_bytes <= MOST_ON_DEVICE

@@ -1,4 +1,4 @@
-"""Trains, evaluates and predicts on all devices, for a `train` function."""
+"""Defines `Runner`, which trains, evaluates and predicts on all devices within the `train` function."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from kerasdp.keras_compat.settings import (
 )
 from kerasdp.processes import signals, watchdog
 from kerasdp.processes.devices import Devices
-from kerasdp.reporting.report import Facts, say
+from kerasdp.reporting.report import Facts, warn
 from kerasdp.run_state import Evaluated, RunState
 from kerasdp.same import initial_weights
 from kerasdp.same.layer_calls import hook_layers
@@ -46,7 +46,7 @@ from kerasdp.training.readers import FitNumbers, first_of, make_reader, open_fee
 class Runner:
     """Trains, evaluates and predicts on all devices of a run.
 
-    `kerasdp.launch` makes one in each worker process, and gives it to `train`.
+    `kerasdp.launch` makes a `Runner` in each worker process, and passes it to `train`.
 
     Attributes:
         config: the `kerasdp.Config` of the run.
@@ -82,7 +82,7 @@ class Runner:
         self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
         self._loop: CustomLoop | None = None
-        # They change how the layers of a model work before its first step, as rematerialization does.
+        # Functions that change the layers of a model before its first step. Rematerialization is an example.
         self._transforms: list[Callable[[keras.Model], Any]] = []
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
@@ -103,7 +103,10 @@ class Runner:
 
     @contextlib.contextmanager
     def _training_function(self) -> Iterator[None]:
-        """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
+        """Returns the context in which `train` runs.
+
+        In this context new models belong to the run, and `model.fit` calls this runner's `fit`.
+        """
         hook_layers()
         with (
             self._continued_scope(),
@@ -113,7 +116,11 @@ class Runner:
             arguments_in_configs(),
             adapters_in_float64(),
         ):
-            yield
+            try:
+                yield
+            finally:  # a loop that an error ended is over before Python ends
+                if self._loop is not None:
+                    self._loop.generator.close()
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which initial weights depend on nothing that was built before.
@@ -145,7 +152,10 @@ class Runner:
 
     @contextlib.contextmanager
     def _continued_scope(self) -> Iterator[None]:
-        """Returns the context in which what is made has the weights of its place in the run, counted on from before."""
+        """Returns a context in which new variables get portable initial values.
+
+        The values depend on the seed of the run and on the number of variables made before.
+        """
         with self.strategy.scope(), initial_weights.portable(self.config.seed, self._numbering):
             yield
 
@@ -172,11 +182,11 @@ class Runner:
     ) -> keras.callbacks.History:
         """Trains a model on all devices. The arguments are the same as in `keras.Model.fit`.
 
-        `model.fit` within `train` calls this method. The run writes its files to `config.workdir`; a second call writes
-        to the folder `fit-2` in it.
+        `model.fit` within `train` calls this method. The run writes its files to `config.workdir`. A second call writes
+        to the subfolder `fit-2`.
 
         Args that mean more than in Keras:
-            x: may also be a `kerasdp.ArraySource` or a `kerasdp.RecordSource`. If it gives batches (tf.data, a
+            x: may also be a `kerasdp.ArraySource` or a `kerasdp.RecordSource`. If it yields batches (tf.data, a
                 DataLoader, a generator), one process reads them, and each device gets a shard of each batch.
             batch_size: samples of the global batch, over all devices. None: `config.batch_size`.
             verbose: `"auto"`: `config.verbose`.
@@ -208,7 +218,7 @@ class Runner:
         """
         batch_size = batch_size or self.config.batch_size
         if self._model_steps.num_running:
-            raise UserError("fit within fit: a callback cannot train; train the other model after this one")
+            raise UserError("fit was called within fit, by a callback; train the second model after the first one")
         epochs = min(epochs, keras.config.max_epochs() or epochs)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
@@ -253,7 +263,7 @@ class Runner:
         epochs: int,
         verbose: str | int,
     ) -> RunCallbacks:
-        """Sets state and strategy to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
+        """Resets state and strategy for a new `fit`, and makes its callbacks, which may resume an earlier run."""
         self.state.begin_fit(
             batch_size=num_rows,
             num_batches=reader.num_batches,
@@ -263,9 +273,9 @@ class Runner:
         reader.split.micro_batch_rows = self.config.micro_batch_rows(num_rows, self.devices.count)
         self.strategy.split = reader.split
         if isinstance(reader, BatchReader):
-            batch_size = num_rows  # whatever it was told
+            batch_size = num_rows  # the data sets the batch size
         facts = Facts(
-            # What is used, also where the arguments of `fit` say otherwise than the flags.
+            # The values in use: arguments of `fit` override the flags.
             config=dataclasses.replace(self.config, batch_size=batch_size),
             devices=str(self.devices),
             device_kind=self.devices.kind,
@@ -383,7 +393,7 @@ class Runner:
         callbacks: list[keras.callbacks.Callback] | None,
         verbose: str | int,
     ) -> Iterator[tuple[Loop, Feed, keras.callbacks.CallbackList]]:
-        """Prepares a step of the model, and yields what goes through the reader's batches, these, and the callbacks."""
+        """Prepares a step of the model. Yields a loop, a feed of the reader's batches, and the callbacks."""
         evaluated = Evaluated(reader.num_batches, self._prepare(model, reader, step))
         verbose = verbose if self.is_chief else 0
         if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -454,15 +464,15 @@ class Runner:
         shuffle: bool = True,
         steps_per_epoch: int | None = None,
     ) -> Iterator[LoopBatch]:
-        """Yields the global batches of some epochs, in the order of `fit`, for functions that `step` makes.
+        """Yields the global batches of some epochs in the order of `fit`, as input for functions that `step` makes.
 
-        The arguments are the same as in `fit`. If `checkpoint` was called before the loop, the run saves the parts
-        that it names between two batches. A resumed run begins with the batch after the last saved step. A loop within
-        another loop (a validation, a second data set) is neither saved nor recorded.
+        The arguments are the same as in `fit`. If you call `checkpoint` before the loop, the run saves
+        checkpoints of the objects passed to it. A resumed run begins with the batch after the last saved step. A loop
+        within another loop (a validation, a second data set) is neither saved nor recorded.
 
         Yields:
-            Batches for functions that `step` makes. `epoch` and `number` (in the epoch) count from 0; `is_last` says
-            whether it is the last batch of the epoch, and is None if that is not known.
+            Batches for functions that `step` makes. `epoch` and `number` (in the epoch) count from 0. `is_last` says
+            whether this is the last batch of the epoch; None if not known.
 
         Raises:
             UserError: if the data cannot be split over the devices.
@@ -496,8 +506,8 @@ class Runner:
         return loop.generator
 
     def _batches_of(self, loop: CustomLoop) -> Generator[LoopBatch, None, None]:
-        """Yields the batches of a loop; the first that is asked for begins it."""
-        if self._loop is not None and self._saved_parts is not None:  # it was left by an error, say
+        """Yields the batches of a loop. The loop begins when its first batch is requested."""
+        if self._loop is not None and self._saved_parts is not None:  # an error ended it, for example
             self._loop.generator.close()
         with contextlib.ExitStack() as stack:
             if self._loop is None:
@@ -508,7 +518,10 @@ class Runner:
             yield from loop.batches(feed)
 
     def _begin_loop(self, loop: CustomLoop, stack: contextlib.ExitStack) -> None:
-        """Begins the loop that is recorded, and saved if `checkpoint` was told what; `stack` ends it."""
+        """Starts a custom loop that is recorded, and saved if `checkpoint` was called.
+
+        `stack` contains the contexts that end the loop.
+        """
         saved, self._saved_parts = self._saved_parts, None
         callbacks = None
         if saved is not None:
@@ -519,23 +532,24 @@ class Runner:
             stack.enter_context(contextlib.closing(callbacks))
             if callbacks.checkpointer:
                 stack.enter_context(signals.awaited())
-        elif self.config.keeps_checkpoints and self.is_chief and self.config.verbose != 0:
-            say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
+        elif self.config.keeps_checkpoints and self.is_chief and not self._num_fits:  # else it may be a validation
+            lost = "is not resumed, and saves" if self.config.resume else "saves"
+            warn(f"this loop {lost} no checkpoints and no logs; call runner.checkpoint before it")
         loop.begin(self.state, callbacks, saved, self.config.max_steps)
         self._loop = loop
         stack.callback(setattr, self, "_loop", None)
 
     def steps(self, number: int) -> Iterator[int]:
-        """Yields the numbers of the steps of a loop whose data comes from somewhere else, as an environment.
+        """Yields step numbers for a loop whose data comes from another source, such as an environment.
 
         `log` and `checkpoint` work as with `batches`. The files of the run count `config.batch_size` samples a step.
-        The source of the data is not saved.
+        The state of the data source is not saved.
 
         Args:
-            number: of steps.
+            number: number of steps.
 
         Yields:
-            The numbers from 0 to `number - 1`. A resumed run begins with the step after the last saved one.
+            The numbers from 0 to `number - 1`. A resumed run begins with the step after the last saved step.
 
         Example:
             ```python
@@ -558,9 +572,9 @@ class Runner:
             yield batch.number
 
     def log(self, logs: dict[str, Any]) -> None:
-        """Records numbers of a step, in a loop over `batches` or `steps`.
+        """Records values of a step, in a loop over `batches` or `steps`.
 
-        If `checkpoint` was called before the loop, the numbers go to the files of the run, its progress bar and its
+        If you call `checkpoint` before the loop, the values go to the files of the run, its progress bar and its
         trackers.
 
         Args:
@@ -588,25 +602,25 @@ class Runner:
             ```
         """
         if self._loop is None:
-            raise UserError("log: there is no loop over runner.batches")
+            raise UserError("log was called outside of a loop over runner.batches; move the call into the loop")
         self._loop.logs = dict(logs)
 
     def checkpoint(self, *, models: Any, optimizers: Any, metrics: Any = None, variables: Any = None) -> None:
-        """Names the parts that the next loop over `batches` or `steps` saves. Call it before the loop.
+        """Sets the objects that the next loop over `batches` or `steps` saves. Call it before the loop.
 
         The run can resume on any backend and number of devices, as with `fit`. The loop also writes the files of a run,
         shows its progress and calls its trackers; see `log`.
 
         Args:
-            models: one Keras model or layer, a list of them, or a dictionary by name. All are built. The other
+            models: a Keras model or layer, a list of them, or a dictionary by name. They must be built. The other
                 arguments have the same forms.
-            optimizers: at least one. Call `optimizer.build(variables)` before.
-            metrics: metrics whose values last longer than a step.
-            variables: a `keras.Variable` or `keras.random.SeedGenerator` that none of the other parts holds.
+            optimizers: at least one optimizer. Call `optimizer.build(variables)` before.
+            metrics: metrics that keep their values for more than one step.
+            variables: each `keras.Variable` or `keras.random.SeedGenerator` that the other arguments do not contain.
 
         Raises:
-            UserError: if a part is not built or cannot be saved. A step of the loop raises it later, if it uses a
-                variable that would not be saved.
+            UserError: if an object is not built or cannot be saved. A step of the loop raises it later if the step uses
+                a variable that would not be saved.
 
         Example:
             ```python
@@ -636,7 +650,7 @@ class Runner:
             model: a model that the run trains.
 
         Raises:
-            ReplicasDifferError: if they do not; the text names the first variable that differs.
+            ReplicasDifferError: if the weights differ. The message names the first variable that differs.
 
         Example:
             ```python
@@ -661,7 +675,7 @@ class Runner:
         return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
 
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
-        """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
+        """Prepares a step of the model for the reader's first batch. Returns the number of rows of this batch."""
         self._made_before.refuse(model)
         batch = first_of(reader)
         with watchdog.current.compiling():
@@ -675,9 +689,9 @@ class Runner:
         self, model: keras.Model, callbacks: RunCallbacks, reader: Reader,
         validation: Reader | None, evaluated: Evaluated | None,
     ) -> Iterator[tuple[Loop, Feed, Feed | None]]:  # fmt: skip
-        """Checks the first step, waits for signals if there is something to save, and closes the files at the end.
+        """Runs the first-step check, handles signals if the run writes checkpoints, and closes the files at the end.
 
-        Yields what trains, and the batches of the two readers.
+        Yields the loop, the feed of the training batches, and the feed of the validation batches.
         """
         checkpointer = callbacks.checkpointer
         waiting = signals.awaited() if checkpointer else contextlib.nullcontext()

@@ -35,8 +35,8 @@ def test_what_has_no_deterministic_algorithm_is_refused():
     assert (
         done.returncode
         and (
-            "deterministic: put_ does not have a deterministic implementation; do without that operation, or leave "
-            "deterministic=True out"
+            "deterministic: put_ does not have a deterministic implementation; remove that operation, or leave "
+            "out deterministic=True"
         )
         in done.stderr
     )

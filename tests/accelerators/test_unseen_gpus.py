@@ -12,7 +12,7 @@ from tests.helpers import BACKENDS, run
 CURES = {
     "torch": "pip uninstall torch, then pip install 'kerasdp[torch]'",
     "jax": "pip install 'kerasdp[jax-cuda]'",
-    "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
+    "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in a separate environment",
 }
 
 

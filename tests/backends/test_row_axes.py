@@ -61,9 +61,9 @@ def test_what_mixes_rows_outside_of_layers_is_refused(backend):
         assert_same(trained("torch", 1)["mix of operations"], received, 1e-5)
         return
     assert received.startswith(
-        "mixes computes something else for some samples of a batch than for all of it, first in layer flatten"
+        "mixes computes different values for a split batch than for the whole batch, first in layer flatten"
     )
-    assert received.endswith('or, all the same, with check="off"')
+    assert received.endswith('or ignore the difference with check="off"')
 
 
 @each_backend
@@ -71,7 +71,7 @@ def test_what_draws_past_keras_is_named(backend):
     """Several devices refuse it; one device, and the one program of jax, train, each backend otherwise."""
     if backend != "jax":
         assert trained(backend)["draws past Keras"].startswith(
-            "layer mask of draws gives other numbers each time for the same samples: random numbers that are not from"
+            "layer mask of draws computes different values each time for the same samples: random numbers that"
         )
     line = "warning: layer mask of draws draws random numbers that are not from keras.random: "
     assert done("torch", 1).stderr.count(line) == 1 and done(backend).stderr.count(line) == (backend == "jax")
@@ -85,4 +85,4 @@ def test_a_model_that_cannot_take_some_of_its_samples_is_refused():
 def test_draws_that_cannot_be_given_a_seed_are_refused(backend):
     for found in (trained(backend), trained("torch", 1)):
         text = found["hidden noise without a seed"]
-        assert "draws from keras.random without a seed, so its numbers differ between backends, devices" in text
+        assert "draws from keras.random without a seed, so its values differ between backends, devices" in text

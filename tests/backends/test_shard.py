@@ -90,10 +90,10 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
 
 # By case, of which each is a model that cannot train in parts on torch.
 REFUSALS = {
-    "muon": "Muon may look at all numbers of a weight",
-    "own optimizer": "SignSGD may look at all numbers of a weight",
-    "reading": "is held in parts by the devices between two steps",
-    "own": "knows the steps of fit, evaluate and predict",
+    "muon": "Muon may need the whole of each weight",
+    "own optimizer": "SignSGD may need the whole of each weight",
+    "reading": "is sharded over the devices between two steps",
+    "own": "expected the steps of Keras' fit, evaluate and predict",
 }
 
 
@@ -130,8 +130,8 @@ def test_what_is_refused(case):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"backend": "jax", "strategy": "tensor"}, "not together with --strategy=tensor; leave out one of them"),
-        ({"backend": "jax", "num_devices": 1}, "one device holds all of the model; leave it out, or use --gpus=2"),
+        ({"backend": "jax", "strategy": "tensor"}, "does not work with --strategy=tensor; leave out one of them"),
+        ({"backend": "jax", "num_devices": 1}, "expected several devices. Received: 1; leave it out, or use --gpus=2"),
     ],
 )
 def test_where_it_is_not_there(settings, words):

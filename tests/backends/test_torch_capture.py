@@ -72,9 +72,9 @@ def captured(model, x=X):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Foreign, "variables are assigned that are not the model's"),
+        (Foreign, "assigns to 1 variables that are not the model's"),
         (lambda: keras.layers.TorchModuleWrapper(torch.nn.Identity()), "wraps a torch.nn.Module"),
-        (lambda: Normed(4), "a layer assigns to .*kernel, which is trained, in its call"),
+        (lambda: Normed(4), "a layer assigns to the trained weight .*kernel in its call"),
     ],
     ids=["foreign", "wrapped", "normed"],
 )

@@ -136,5 +136,5 @@ def test_what_callbacks_lose_is_named_once(make, capsys):
         step(checkpointer)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "warning: no checkpoint holds Own.by_step, Own.function, which changed: of a callback, numbers"
+        "warning: checkpoints do not hold Own.by_step, Own.function, which changed: callback attributes"
     )

@@ -155,7 +155,7 @@ def test_a_state_that_is_no_json_is_one_line(state, content, tmp_path):
 def test_none_or_none_that_is_sound(tmp_path):
     assert checkpoint.load_newest(str(tmp_path / "nowhere"), print) is None
     (tmp_path / "step-00000001.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="none of the 1 checkpoints"):
+    with pytest.raises(UserError, match="cannot use any of the 1 checkpoints"):
         checkpoint.load_newest(str(tmp_path), lambda text: None)
 
 

@@ -62,9 +62,9 @@ def test_a_file_of_keras(ending, tmp_path):
     if ending == ".keras":
         assert_alike(kerasdp.load_model(path), model)
     else:
-        with pytest.raises(UserError, match="has weights alone; build the model yourself, and give it"):
+        with pytest.raises(UserError, match="has only weights; build the model, and pass it"):
             kerasdp.load_model(path)
-    with pytest.raises(UserError, match="load_model: the model of .* cannot be loaded .*; give the model that was"):
+    with pytest.raises(UserError, match="load_model: the model of .* cannot be loaded .*; pass the model that was"):
         kerasdp.load_model(path, build_model("convnet", (28, 28, 1), 10))
 
 
@@ -72,15 +72,15 @@ def test_a_model_that_is_no_graph_is_given(tmp_path):
     model, other = Subclassed(10), Subclassed(10)
     model(IMAGES)
     path = saved(model, tmp_path)
-    with pytest.raises(UserError, match="has weights, and no layers; build the model yourself, and give it"):
+    with pytest.raises(UserError, match="has weights, but no layers; build the model, and pass it"):
         kerasdp.load_model(path)
-    with pytest.raises(UserError, match="expected a model with weights: call subclassed"):
+    with pytest.raises(UserError, match="expected a built model; call subclassed"):
         kerasdp.load_model(path, other)
     other(IMAGES)
     assert_alike(kerasdp.load_model(path, other), model)
     wrong = Subclassed(7)
     wrong(IMAGES)
-    with pytest.raises(UserError, match="the checkpoint is of another model: .*; build the model yourself, and give"):
+    with pytest.raises(UserError, match="the checkpoint has another model: .*; build the model, and pass"):
         kerasdp.load_model(path, wrong)
 
 
@@ -108,7 +108,7 @@ def test_files_that_hold_no_model(tmp_path):
         ("text.safetensors", "load_model: .* is corrupt or truncated"),
         ("text.txt", "load_model: .*Not a directory"),
         ("empty", "load_model: there are no checkpoints in .*empty"),
-        ("part", "holds the weights that trained, and not the others .*resume its run, .*export"),
+        ("part", "has no frozen weights, because its run used .*resume that run, .*export"),
     ]:
         for given in ((), (model,)):
             with pytest.raises(UserError, match=words) as caught:

@@ -168,7 +168,7 @@ def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
     assert len(result_of(done)["history"]["loss"]) == 2
     assert done.stderr.count("cannot write checkpoints into") == 1
     *_, last = done.stderr.splitlines()
-    assert re.match(r"warning: could not be written: the checkpoint of step 20 \(.*File too large", last)
+    assert re.match(r"warning: could not write the checkpoint of step 20 \(.*File too large", last)
     assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 

@@ -73,10 +73,10 @@ def test_copies_never_overwrite(tmp_path, capsys, monkeypatch):
     (tmp_path / "predict.py").symlink_to("not-there.py")
     for name in ("train", "predict"):
         assert call("copy", f"recipes/{name}.py") == 2
-        assert f"there is already {name}.py" in capsys.readouterr().err
+        assert f"already there: {name}.py" in capsys.readouterr().err
     assert (tmp_path / "train.py").read_text() == "mine" and not (tmp_path / "not-there.py").exists()
     for place in ("train.py", "predict.py"):
-        assert call("copy", "smoke", place) == 2 and "which is something else" in capsys.readouterr().err
+        assert call("copy", "smoke", place) == 2 and "which is not a folder" in capsys.readouterr().err
     assert call("copy", "cluster", "jobs") == 0
     assert {path.name for path in (tmp_path / "jobs").iterdir()} == {path.name for path in (ROOT / "cluster").iterdir()}
 
@@ -142,7 +142,7 @@ def test_env_names_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(command, "is_installed", lambda name: True)
     assert call("env") == 1
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "torch: ImportError: libcudart", "jax: its process has ended without a word", "tensorflow: 2 GPUs",
+        "torch: ImportError: libcudart", "jax: its process has ended without a message", "tensorflow: 2 GPUs",
     ]  # fmt: skip
 
 

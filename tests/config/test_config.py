@@ -34,23 +34,23 @@ PIPELINE = {"strategy": "pipeline"}
         ({"accumulate": 2.0}, "--accumulate: expected a whole number of at least 1. Received: 2.0"),
         (
             {"accumulate": 9, "batch_size": 15, "num_devices": 2},
-            "--accumulate: 8 samples, those of a device, cannot be cut into 9 parts of one size, but for the last; "
-            "use 8",
+            "--accumulate: the 8 samples of a device cannot be split into 9 micro-batches of equal size "
+            "(only the last may be smaller); use 8",
         ),
         (
             {"accumulate": 32, "batch_size": 61, "num_devices": 1},
-            "--accumulate: 61 samples, those of a device, cannot be cut into 32 parts of one size, but for the last; "
-            "use 31",
+            "--accumulate: the 61 samples of a device cannot be split into 32 micro-batches of equal size "
+            "(only the last may be smaller); use 31",
         ),
         (
             {"accumulate": 2, "strategy": "pipeline"},
-            "--accumulate: there for --strategy=data only. Received: pipeline; use --split_size",
+            "--accumulate: works with --strategy=data only. Received: pipeline; use --split_size",
         ),
         ({"accumulate": 2, "strategy": "tensor"}, "Received: tensor; leave one of them out"),
         (PIPELINE | {"split_size": 0}, "--split_size: expected a whole number of at least 1. Received: 0"),
         (PIPELINE | {"split_size": "4"}, "--split_size: expected a whole number of at least 1. Received: '4'"),
         (PIPELINE | {"backend": "jax"}, "Received: jax; use --backend=torch, or --backend=jax with --shard=weights"),
-        (PIPELINE | {"num_devices": 4, "cut_at": "a"}, "--gpus: expected 2, a device for each stage. Received: 4"),
+        (PIPELINE | {"num_devices": 4, "cut_at": "a"}, "--gpus: expected 2, one device per stage. Received: 4"),
         ({"batch_size": True}, "--batch_size: expected a whole number of at least 1. Received: True"),
         ({"cut_at": ["a", "b"]}, "--cut_at: expected names of layers in one string, comma-separated. Received: ['a', "),
         ({"workdir": 3}, "--workdir: expected a folder. Received: 3"),
@@ -75,7 +75,7 @@ def test_parts_of_a_batch():
     assert [settings.micro_batch_rows(61, count) for count in (1, 2)] == [16, 16]  # of 31 on a device 8, 8, 8, 7
     assert settings.micro_batch_rows(256, 2) == 64
     assert Config().micro_batch_rows(61, 2) is None
-    with pytest.raises(UserError, match="--accumulate: 9 samples, those of a device, cannot be cut into 4 parts of"):
+    with pytest.raises(UserError, match="--accumulate: the 9 samples of a device cannot be split into 4 micro"):
         settings.micro_batch_rows(18, 2)
 
 
@@ -126,7 +126,7 @@ def test_where_a_choice_is_there(name, value, backends):
         if backend in (None, *backends):
             Config(backend=backend, **{name: value})
         else:
-            words = f"--{name}={value}: there for --backend={' and '.join(backends)} only. Received: {backend}; "
+            words = f"--{name}={value}: works with --backend={' and '.join(backends)} only. Received: {backend}; "
             with pytest.raises(UserError, match=words):
                 Config(backend=backend, **{name: value})
     assert f"with {' and '.join(backends)} only" in choices_of(Config)[name].help

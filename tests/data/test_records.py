@@ -55,8 +55,8 @@ def test_each_record_of_a_batch_is_read_once(records, weight):
     "records, message",
     [
         (iter([]), "a list_iterator without __len__ and __getitem__"),
-        ([], "a list without any"),
-        ([(np.zeros(2), 0), (np.zeros(3), 1)], "all input arrays must have the same shape; let `decode` crop"),
+        ([], "an empty list"),
+        ([(np.zeros(2), 0), (np.zeros(3), 1)], "input arrays must have the same shape; crop or pad them in `decode`"),
     ],
 )
 def test_what_cannot_be_samples(records, message):

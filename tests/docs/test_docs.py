@@ -132,7 +132,7 @@ def test_the_tables_of_flags():
     defaults = {name: default for name, default, _ in rows}
     assert {known.flag for known in choices_of(Config).values()} | {"trials", "checkpoint", "csv"} <= set(defaults)
     assert [defaults[flag] for flag in ("seed", "max_restarts", "keep")] == ["`0`", "`0`", "`3`"]
-    assert defaults["gpus"] == "all GPUs or TPUs, or 1" and defaults["resume"] == "`False`"
+    assert defaults["gpus"] == "all GPUs or TPUs, or one CPU device" and defaults["resume"] == "`False`"
 
 
 def test_the_interface_in_groups():

@@ -16,7 +16,7 @@ CASES = {
     "has_less_data": r"\b64\b.*\b56\b",
     "has_other_weights": "weight|variable|bias",
     "evaluates_before_fit": "evaluate",
-    RAISES: "error: another process of the run has gone|stopped sending heartbeats",  # of the kit, or of JAX
+    RAISES: "error: another process of the run has ended|stopped sending heartbeats",  # of the kit, or of JAX
     "stops_within": ENDS_TOGETHER,  # what one rank decides is what all do
 }
 

@@ -56,7 +56,7 @@ def test_who_only_passes_a_difference_on_is_not_blamed():
     """An operation between them is no operation of Keras."""
     one, other = (steps(call(inputs=(x,), outputs=(2 * x,)), loss=x.sum()) for x in (X, X * 1.001))
     found = first(one, other)
-    assert found.inputs_differ and "by code that calls no operation of Keras" in str(found)
+    assert found.inputs_differ and "because of code that calls no operation of Keras" in str(found)
 
 
 def test_what_differs_and_is_used_by_nothing_is_no_finding():
@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_the_last_operation_that_differs():
 
 @pytest.mark.parametrize("backends", [["torch"], ["torch", "jax", "tensorflow"]])
 def test_two_backends_are_compared(backends):
-    with pytest.raises(UserError, match="expected two backends, as torch,jax. Received: torch"):
+    with pytest.raises(UserError, match="expected two backends, such as torch,jax. Received: torch"):
         bisect(print, (X, X), backends)
 
 

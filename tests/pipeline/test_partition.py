@@ -106,11 +106,11 @@ def masked():
     [
         (shared, {"cut_at": ["between"]}, "cannot be cut after between: layer twice has weights and is used on both"),
         (shared, {"num_stages": 3}, "--gpus: expected from 1 to 2, the most stages that this model has"),
-        (tied, {"cut_at": ["middle"]}, "layers table and head, on both sides, share weights"),
-        (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross it"),
-        (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their work"),
+        (tied, {"cut_at": ["middle"]}, "layers table and head share weights, and are on different sides"),
+        (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross the cut"),
+        (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their calls"),
         (small, {"cut_at": ["relu9"]}, "expected names of layers. Received: 'relu9'"),
-        (lambda: keras.Sequential([layers.Dense(1)]), {}, "a pipeline needs a model whose layers are known"),
+        (lambda: keras.Sequential([layers.Dense(1)]), {}, "a pipeline: expected a functional model"),
     ],
 )
 def test_what_cannot_be_cut(make, choices, words):
@@ -152,5 +152,5 @@ def test_a_model_within_is_one_layer():
         stages = pipeline.split(model, cut_at=names[place - 1 : place])
         assert [stage.layers for stage in stages] == [names[:place], names[place:]]
         assert_cut_is_right(model, stages, x)
-    with pytest.raises(UserError, match=r"from 1 to 4, the most .* \(a model within it is one layer\)"):
+    with pytest.raises(UserError, match=r"from 1 to 4, the most .* \(a nested model is one layer\)"):
         pipeline.split(model, 5)

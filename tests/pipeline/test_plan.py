@@ -55,7 +55,7 @@ def test_as_many_devices_as_stages(changes, num_devices):
 
 
 def test_batches_that_cannot_be_cut_as_asked():
-    with pytest.raises(UserError, match="--split_size: expected at most 8, a batch's samples. Received: 16"):
+    with pytest.raises(UserError, match="--split_size: expected at most 8, the size of a batch. Received: 16"):
         Config(strategy="pipeline", split_size=16).micro_batch_rows(8, 2)
 
 
@@ -94,10 +94,10 @@ def float8():
     ("make", "words"),
     [
         (float8, "a pipeline: expected gradients that an optimizer may average. Received: dense"),
-        (lambda: of_kind(OwnTrainStep), "never calls the train_step of OwnTrainStep; use --strategy=data"),
-        (lambda: of_kind(OwnLoss), "never calls the compute_loss of OwnLoss; use --strategy=data"),
-        (penalized, "has an activity regularizer, which looks at the whole batch; use --strategy=data"),
-        (masked, "carry a mask, which its micro-batches would lose"),
+        (lambda: of_kind(OwnTrainStep), "never calls train_step of OwnTrainStep; use --strategy=data"),
+        (lambda: of_kind(OwnLoss), "never calls compute_loss of OwnLoss; use --strategy=data"),
+        (penalized, "has an activity regularizer, which needs the whole batch; use --strategy=data"),
+        (masked, "carry a mask, which it would lose; use --strategy=data"),
     ],
 )
 def test_what_is_refused(make, words):

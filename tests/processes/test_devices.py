@@ -94,9 +94,9 @@ def test_choice_of_devices(choices, there, expected):
         (
             {"accumulate": 9, "batch_size": 16},
             2,
-            "8 samples, those of a device, cannot be cut into 9",
+            "the 8 samples of a device cannot be split into 9",
         ),
-        ({"shard": "weights"}, 0, "one device holds all of the model"),
+        ({"shard": "weights"}, 0, "expected several devices. Received: 1"),
     ],
 )
 def test_a_choice_that_does_not_fit_the_devices_that_are_found(choices, num_gpus, words):

@@ -106,4 +106,4 @@ def test_ctrl_c_says_that_nothing_was_kept():
         assert process.poll() is None, process.stderr.read()
     process.send_signal(signal.SIGINT)
     done = finish(process, 60)
-    assert (done.returncode, done.stderr[:37]) == (130, "interrupted; it kept no checkpoints: ")
+    assert (done.returncode, done.stderr[:40]) == (130, "interrupted; the run wrote no checkpoint")

@@ -14,8 +14,8 @@ TEXTS = [
         "a device has too little memory (CUDA out of memory. Tried to allocate 20.00 GiB.",
     ),
     ("torch", "AcceleratorError", "CUDA error: no kernel image is available for execution on the device\nCUDA",
-     "a GPU has failed, or NCCL (CUDA error: no kernel image is available for execution on the device); nvidia-smi"),
-    ("torch", "RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "NCCL (cuDNN error: CUDNN_STATUS_EXEC"),
+     "a GPU or NCCL failed (CUDA error: no kernel image is available for execution on the device); nvidia-smi"),
+    ("torch", "RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "NCCL failed (cuDNN error: CUDNN_STATUS_"),
     (
         "torch.distributed", "DistBackendError",
         "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.29.3\n"
@@ -23,12 +23,12 @@ TEXTS = [
         "Last error:\nError while creating shared memory segment /dev/shm/nccl-7 (size 9637888), error: No space left",
         "NCCL has too little shared memory (Error while creating shared memory segment /dev/shm/nccl-7",
     ),
-    ("torch.distributed", "DistBackendError", "NCCL error in: X.cpp:1, invalid usage\nnccl", "NCCL (NCCL error in: "),
+    ("torch.distributed", "DistBackendError", "NCCL error in: X.cpp:1, invalid usage\nnccl", "NCCL failed (NCCL error"),
     ("jax.errors", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes.",
      "a device has too little memory (RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes)"),
     ("torch", "RuntimeError", "\x1b[1mput_ does not have a deterministic implementation, but you set 'torch.use_",
-     "deterministic: put_ does not have a deterministic implementation; do without that operation, or leave "),
-    ("jax.errors", "JaxRuntimeError", "INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS: an", "a GPU has failed"),
+     "deterministic: put_ does not have a deterministic implementation; remove that operation, or leave "),
+    ("jax.errors", "JaxRuntimeError", "INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS: an", "a GPU or NCCL failed"),
     ("tensorflow.errors", "ResourceExhaustedError",
      "Graph execution error:\n\nDetected at node x\nOOM when allocating tensor with shape[9,9] on GPU:0\n [[x]]",
      "a device has too little memory (OOM when allocating tensor with shape[9,9] on GPU:0)"),
@@ -84,5 +84,5 @@ def test_what_no_device_has_said_stays_as_it_is(error):
 )
 def test_a_process_that_has_gone_is_a_line(text, said):
     found = lost_process(RuntimeError(text))
-    assert str(found) == f"another process of the run has gone ({said}); its own output says why"
+    assert str(found) == f"another process of the run has ended ({said}); its output shows the reason"
     assert lost_process(RuntimeError("Expected all tensors to be on the same device")) is None

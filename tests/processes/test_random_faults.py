@@ -13,7 +13,7 @@ NUM_FAULTS = 50
 # What is said; where no process is told apart from a rank, and where a process waits for others.
 SAID = {
     "raise": r"RuntimeError: the fault",
-    "sleep": r"is at .*faults.py:\d+, in __call__.*: nothing moved for 5 s",
+    "sleep": r"is at .*faults.py:\d+, in __call__.*: no progress for 5 s",
     "exit 0": r"(rank \d|the worker) ended by itself, without an error",
     "exit 3": r"(rank \d|the worker) ended with exit code 3",
     "kill": r"(rank \d|the worker) was ended by SIGKILL: is the system short of memory\?",

@@ -57,10 +57,10 @@ def test_one_process_is_one(backend, environment):
 @pytest.mark.parametrize(
     ("backend", "environment", "words"),
     [
-        ("torch", SRUN, "srun starts 5 processes, and each would train alone with --backend=torch: .*as torchrun sets"),
+        ("torch", SRUN, "srun starts 5 processes, and each would train alone with --backend=torch: .*with torchrun"),
         ("torch", MPIRUN, "mpirun starts 4 processes, and each would train alone"),
-        ("jax", TORCHRUN, "torchrun starts 4 processes, .* --backend=jax: JAX takes its place from SLURM"),
-        ("tensorflow", TORCHRUN, "--backend=tensorflow: Keras 3 has no strategy of TensorFlow for several"),
+        ("jax", TORCHRUN, "torchrun starts 4 processes, .* --backend=jax: JAX reads its rank from SLURM"),
+        ("tensorflow", TORCHRUN, "--backend=tensorflow: Keras 3 cannot train on several"),
     ],
 )
 def test_processes_that_would_train_alone_are_refused(backend, environment, words):
@@ -130,7 +130,7 @@ def test_hosts_that_differ_are_named():
     with pytest.raises(UserError) as caught:
         require_same(Two({"--batch_size": "7"}), config)
     assert ": expected the same --batch_size on all ranks. Received: 64 on rank 0 of " in str(caught.value)
-    assert str(caught.value).endswith(", 7 on rank 1 of node1; give each the same")
+    assert str(caught.value).endswith(", 7 on rank 1 of node1; pass the same value on every rank")
     with pytest.raises(UserError, match="expected the same numpy on all ranks. Received: .*, 9.8.7 on rank 1 of node1"):
         require_same(Two({"numpy": "9.8.7"}), config)
 

@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_made_in_the_callers_process_is_saved_there(tmp_p
 def test_where_the_folder_cannot_be_written_the_temporary_one_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model, _ = trained()
-    with pytest.raises(UserError, match=re.escape(f"what was trained is in {tmp_path}/returned-")):
+    with pytest.raises(UserError, match=re.escape(f"the trained model is saved in {tmp_path}/returned-")):
         SentResult([model, threading.Lock()], str(tmp_path / "missing"))
 
 

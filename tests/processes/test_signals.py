@@ -178,4 +178,4 @@ def test_a_main_thread_in_native_code_is_left(noted, sent):
     finally:
         process.kill()
     assert process.returncode == 128 + sent[-1], errors
-    assert f"ended by {sent[-1].name}, which the main thread did not note" in errors
+    assert f"ended by {sent[-1].name}: the main thread waits in native code" in errors

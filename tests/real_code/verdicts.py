@@ -18,8 +18,8 @@ REASONS: dict[str, str] = {
     "of transposing it, so that a row gets the masks of others.",
     "layer dropout works on": "It drops along axis 1, which of its inputs, of shape (time, rows), are the rows.",
     "mixes the samples of a batch": "Its outputs compare each row with each other: a device has its own rows only.",
-    "computes something else for some samples": "What it gives for a row depends on the other rows of the batch.",
-    "which is trained, in its call": "On jax, the gradient would go through what a call assigns to trainable weights.",
+    "computes different values for a split batch": "What it gives for a row depends on the other rows of the batch.",
+    "assigns to the trained weight": "On jax, the gradient would go through what a call assigns to trainable weights.",
 }
 
 

@@ -28,5 +28,5 @@ def test_axis_0_is_not_the_samples(wrong):
 
 
 def test_micro_batches():
-    with use(context(is_micro_batch=True)), pytest.raises(kerasdp.UserError, match="know the rows of the others"):
+    with use(context(is_micro_batch=True)), pytest.raises(kerasdp.UserError, match="not available with micro-batches"):
         kerasdp.all_rows(ROWS)

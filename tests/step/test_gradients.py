@@ -7,7 +7,7 @@ from tests.helpers import BACKENDS, results
 
 WORDS = (
     "expected <lambda> to return a scalar, as keras.ops.mean(...). Received: shape (5, 1)",
-    "expected variables to differentiate by. Received: none; a model has them once it is built",
+    "expected variables or tensors to differentiate by. Received: none; build the model first",
     "expected floating-point numbers. Received: a tensor of int",
     "expected variables, or a first argument of <lambda>. Received: neither",
     "with has_aux=True, expected <lambda> to return (scalar, aux)",

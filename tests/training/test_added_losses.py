@@ -54,7 +54,7 @@ def test_losses_of_halves_are_added(backend, count, precision):
 @pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
 def test_what_is_computed_for_the_whole_batch_is_said_once():
     """One layer is named for each model, or the model itself."""
-    lines = [line for line in outcomes("torch", 2)[1].splitlines() if "computes it for the whole batch" in line]
+    lines = [line for line in outcomes("torch", 2)[1].splitlines() if "runs the layer on the whole batch" in line]
     *named, last = (line.split()[2] for line in lines)
     assert named == ["sampling", "regularized", "hinge", "range"] and last.startswith("model"), lines
 
@@ -64,8 +64,8 @@ def test_what_is_computed_for_the_whole_batch_is_said_once():
 def test_micro_batches_are_refused(backend):
     """A loss of micro-batches is another one, and so is what is kept of them."""
     said = {
-        "one_sided": "layer hinge calls add_loss, with which it would count only one micro-batch",
-        "kept": "layer range assigns to range/largest in its call, which here sees one micro-batch after the other",
+        "one_sided": "layer hinge calls add_loss, which would count only one micro-batch",
+        "kept": "layer range assigns to range/largest in its call, but would see only one micro-batch at a time",
     }
     for count in (1, 2):
         done = run(PROGRAMS / "added_losses.py", backend, count, *said, '{"accumulate": 2}', backend=backend)

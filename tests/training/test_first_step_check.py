@@ -23,7 +23,7 @@ def record(rows, first_row=0, layer=(0.0,), loss=1.0):
 
 def test_what_is_more_than_round_off_is_named():
     _, name, text = _first_difference(record(4), record(2, 2, layer=(0.03,)))
-    assert name == "layer dense" and text == "largest number 3 on one, 3.03 on several"
+    assert name == "layer dense" and text == "largest value 3 for the whole batch, 3.03 for the split batch"
     assert _first_difference(record(4), record(2, 2, layer=(0.001,)))[2] == ""
     assert _first_difference(record(4), record(2, 2, loss=1.01))[1] == "the loss"
 

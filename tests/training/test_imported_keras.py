@@ -32,5 +32,5 @@ def assert_trains_with(backend, done):
 def test_keras_imported_with_another_backend():
     code = f"import keras, kerasdp; print(kerasdp.launch(lambda _: keras.config.backend(), backend={BACKENDS[1]!r}))"
     done = run("-c", code, KERAS_BACKEND=BACKENDS[0])
-    said = f"Keras is already imported with the {BACKENDS[0]} backend: this run gets a process of its own"
+    said = f"Keras is already imported with the {BACKENDS[0]} backend: this run starts in a new process"
     assert done.stdout.splitlines() == [said, BACKENDS[1]], done.stderr

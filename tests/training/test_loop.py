@@ -38,8 +38,8 @@ def test_weights_and_their_averages_part_after_a_training():
 
 def test_what_cannot_be_is_one_line():
     said = result_of(run(PROGRAMS / "events.py", BACKENDS[0], "refused", backend=BACKENDS[0]))
-    assert said["compiles"].endswith("was compiled again while it trains: do it between two calls of fit")
-    assert said["trains"].startswith("fit within fit: a callback cannot train")
+    assert said["compiles"].endswith("was compiled again during fit; call compile between two calls of fit")
+    assert said["trains"].startswith("fit was called within fit, by a callback")
 
 
 @pytest.mark.proof

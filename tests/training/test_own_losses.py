@@ -25,7 +25,7 @@ def test_short():
     assert len(found) == len(SHORT) and wrong_refusals(found) == []
     assert "first in the gradient of" in found["looped texts"] and "own_losses.py:" in found["looped texts"]
     assert found["fitted sum_of_rows"].startswith(
-        "train_step of Network does something else with a batch that is split over the devices than with all of it, "
+        "train_step of Network computes different values for a split batch than for the whole batch, "
         "first in the gradient of"
     )
 

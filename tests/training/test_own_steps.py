@@ -13,10 +13,10 @@ from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_alike, each_way, r
 ALIKE = ("steps_of_keras", "as_in_the_guide", "gan", "vae", "neighbours", "clipped")
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
-    "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
+    "queue": "train_step of Queue computes different values for a split batch than for the whole batch, "
     "first in the value of queue/seen",
     "foreign_numbers": "each time for the same batch: random numbers that are not from keras.random would be the same",
-    "largest_output": "than with all of it, first in the change of metric maximum/value",
+    "largest_output": "than for the whole batch, first in the change of metric maximum/value",
     "float8": "the train_step of Sum on several devices: expected gradients that an optimizer may average. Received: ",
     "not_built": "has no weights yet, and not_built has no call() to make them",
 }

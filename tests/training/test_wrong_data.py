@@ -8,19 +8,17 @@ from tests.helpers import PROGRAMS, result_of, run
 
 LABELS = "targets: expected whole numbers from 0 to {} as labels, one for each output of the model. Received: "
 OUTPUTS = LABELS.format(2)
-FEWER = LABELS.format(1) + "2 (sample {}); give the last layer 3 outputs or more, or correct the labels"
-NAN = "expected finite numbers. Received: {} in sample {}; replace it, or leave the sample out"
-LENGTHS = "expected arrays with equally many samples, at least one. Received: "
-SPLIT = "validation_split: expected a share that leaves some of the 24 samples on both sides. Received: "
-NUMBERS = "expected an array, or a structure of arrays. Received: list of plain numbers; use numpy.array(x)"
-TEXT = "expected numbers. Received: strings ({}), of which a model makes numbers with tensorflow alone; look them up "
-TEXT += (
-    "in the data: ds.map(lambda text, y: (lookup(text), y)) of tf.data, or lookup(text) of an array before fit, where "
-)
-TEXT += "lookup is a StringLookup or TextVectorization layer"
+FEWER = LABELS.format(1) + "2 (sample {}); use at least 3 outputs in the last layer, or correct the labels"
+NAN = "expected finite numbers. Received: {} in sample {}; replace the value, or remove the sample"
+LENGTHS = "expected arrays with the same nonzero number of samples. Received: "
+SPLIT = "validation_split: expected a fraction that leaves some of the 24 samples on each side. Received: "
+NUMBERS = "expected an array, or a structure of arrays. Received: list of Python numbers; use numpy.array(x)"
+TEXT = "expected numbers. Received: strings ({}), which a model can convert only with tensorflow; convert them before, "
+TEXT += "by a StringLookup or TextVectorization layer `lookup`: ds.map(lambda text, y: (lookup(text), y)) for tf.data, "
+TEXT += "lookup(text) for an array"
 REFUSED = {
-    "label too large": OUTPUTS + "3 (sample 7); give the last layer 4 outputs or more, or correct the labels",
-    "label negative": OUTPUTS + "-1 (sample 7); correct the labels, or give the loss ignore_class=-1",
+    "label too large": OUTPUTS + "3 (sample 7); use at least 4 outputs in the last layer, or correct the labels",
+    "label negative": OUTPUTS + "-1 (sample 7); correct the labels, or pass ignore_class=-1 to the loss",
     "label of a fraction": OUTPUTS + "0.5 (sample 7); correct the labels",
     "fewer outputs": FEWER.format(2),
     "fewer outputs of an own model": FEWER.format(2),
@@ -29,17 +27,17 @@ REFUSED = {
     "lists": "x: " + NUMBERS,
     "other lengths": LENGTHS + "24 in x, 23 in y",
     "empty": LENGTHS + "0 in x, 0 in y",
-    "nothing": "x: expected arrays, or an object that gives batches. Received: NoneType",
+    "nothing": "x: expected arrays, or an object that yields batches. Received: NoneType",
     "an empty generator": "x: expected at least one batch. Received: none from the tuple_iterator",
-    "validation with a wrong label": f"validation data: {OUTPUTS}5 (sample 2); give the last layer 6 outputs or more, "
-    "or correct the labels",
+    "validation with a wrong label": f"validation data: {OUTPUTS}5 (sample 2); use at least 6 outputs in the last "
+    "layer, or correct the labels",
     "split too large": SPLIT + "0.99",
     "NaN in targets": "targets: " + NAN.format("nan", 21),
     "not compiled": "m is not compiled: call model.compile(...) first",
     "weights of another length": LENGTHS + "24 in x, 24 in y, 23 in sample_weight",
     "weights that are NaN": "sample_weight: " + NAN.format("nan", 3),
-    "weight of an unknown class": "class_weight: expected classes of y, whole numbers from 0 on. Received: 7",
-    "weight of a class by name": "class_weight: expected classes of y, whole numbers from 0 on. Received: '0'",
+    "weight of an unknown class": "class_weight: expected class numbers of y, from 0. Received: 7",
+    "weight of a class by name": "class_weight: expected class numbers of y, from 0. Received: '0'",
 }
 # What Keras refuses, or the backend in Keras' functions, each in its own words.
 OF_KERAS = (
@@ -49,16 +47,16 @@ OF_KERAS = (
 )  # fmt: skip
 # Strings are for tensorflow alone.
 STRINGS = {"labels as text": "targets: " + TEXT.format("<U1"), "text in inputs": "inputs: " + TEXT.format("|S8")}
-LOSS = "the loss became {} at step {} (epoch 1) with learning rate 0.1; try a lower learning_rate, or look for NaN "
-LOSS += "in the data"
+LOSS = "the loss became {} at step {} (epoch 1) with learning rate 0.1; try a lower learning_rate, or check the data "
+LOSS += "for NaN"
 # What is said when there is more to know, which is after some steps, or besides training.
 LATER = {
     "NaN in inputs": f"NonFiniteLossError: {LOSS.format('nan', 1)}",
     "NaN in later inputs": f"NonFiniteLossError: {LOSS.format('nan', 3)}",
     "infinite inputs": f"NonFiniteLossError: {LOSS.format('nan', 2)}",
     "a learning rate too high": f"NonFiniteLossError: {LOSS.format('inf', 1)}",
-    "a later batch": f"UserError: batch 3: {OUTPUTS}9 (sample 17); give the last layer 10 outputs or more, or correct "
-    "the labels",
+    "a later batch": f"UserError: batch 3: {OUTPUTS}9 (sample 17); use at least 10 outputs in the last layer, or "
+    "correct the labels",
 }
 TRAINED = (
     "targets repeated",
@@ -113,7 +111,7 @@ def test_what_one_device_sees_ends_the_run(backend):
     """A later batch: each process has its own rows alone. One that catches the error leaves the others waiting."""
     done = run(PROGRAMS / "wrong_data.py", backend, 2, "a later batch", backend=backend)
     if backend == "torch":
-        assert done.returncode == 1 and re.search(r"rank 0 is at .*, rank 1 is at .*: nothing moved for", done.stderr)
+        assert done.returncode == 1 and re.search(r"rank 0 is at .*, rank 1 is at .*: no progress for", done.stderr)
     else:
         assert result_of(done)["a later batch"][0] == expected("a later batch")
 
@@ -147,9 +145,9 @@ def test_images_that_nothing_scales_are_named(backend):
     done = run("-c", UNSCALED, KERAS_BACKEND=backend)
     lines = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     unscaled = (
-        "warning: unscaled: gets images from 0 to 255 (uint8), and no layer scales them. Begin the model with "
+        "warning: unscaled: the images are from 0 to 255 (uint8), and no layer scales them; start the model with "
         "keras.layers.Rescaling(1 / 255)"
     )
     assert lines and lines[0] == unscaled, done.stderr
-    assert all(re.match(r"warning: the first loss is \d+(\.\d+)?; a model that guesses has 2\.3", x) for x in lines[1:])
+    assert all(re.match(r"warning: the first loss is \d+(\.\d+)?, but random guesses have 2\.3", x) for x in lines[1:])
     assert len(lines) == 3

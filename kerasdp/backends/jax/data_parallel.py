@@ -1,4 +1,4 @@
-"""JAX: trains a replica on each device, all in one program, with `keras.distribution.DataParallel`."""
+"""Trains one replica on each JAX device, all in one program, with `keras.distribution.DataParallel`."""
 
 import contextlib
 import functools
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Strategy):
-    """A replica of the model on each device. See `kerasdp.contract.Strategy`.
+    """Trains one replica of the model on each device. Implements `kerasdp.contract.Strategy`.
 
     Attributes:
-        devices: of the run.
-        replicated: the sharding of a tensor that each device holds the whole of.
-        by_rows: the sharding of inputs, targets and sample weights.
+        devices: the devices of the run.
+        replicated: the sharding of a tensor of which each device holds a full copy.
+        by_rows: the sharding of inputs, targets and sample weights, which are split by rows.
     """
 
     def __init__(self, devices: Devices, config: Config):
@@ -56,7 +56,7 @@ class DataParallel(Strategy):
 
     @functools.cached_property
     def _distribution(self) -> "keras.distribution.Distribution":
-        """Keras' distribution of variables over the devices."""
+        """Returns Keras' distribution of variables over the devices."""
         import keras
 
         from kerasdp.keras_compat.settings import place_variables_by
@@ -69,16 +69,16 @@ class DataParallel(Strategy):
         return [f"{device.platform}:{device.id}" for device in self.devices]
 
     def scope(self) -> AbstractContextManager[None]:
-        """Returns the context in which models are made: their variables are distributed over all devices."""
+        """Returns the context in which models are made. It distributes their variables over all devices."""
         return self._distribution.scope()
 
     @functools.cached_property
     def _take_rows(self) -> Any:
-        """Takes rows of what is on all devices: each device its own."""
+        """Returns a jitted function that takes rows of replicated arrays. Each device takes the rows of its shard."""
         return jax.jit(lambda arrays, rows: jax.tree.map(lambda leaf: leaf[rows], arrays), out_shardings=self.by_rows)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings inputs, targets, sample weights and indices to the devices."""
+        """Copies inputs, targets, sample weights and indices to the devices."""
         kept = batch.inputs.kept if isinstance(batch.inputs, CachedRows) else None
         inputs = batch.inputs if kept is None else batch.inputs.numbers
         found = DeviceBatch(inputs, batch.targets, batch.sample_weight, batch.indices.astype("int32"))
@@ -92,9 +92,10 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
-        """Keeps Keras' own `predict`, as a callback may call it, from sharding its batches.
+        """Returns the context of `fit`, `evaluate` and `predict`.
 
-        Computes LSTMs step by step where cuDNN's kernel would be wrong: see `lstms_not_for_cudnn`.
+        It keeps Keras' `predict`, which a callback may call, from sharding its batches. It also keeps LSTMs from using
+        cuDNN where cuDNN fails: see `lstms_not_for_cudnn`.
         """
         import keras
 
@@ -107,22 +108,22 @@ class DataParallel(Strategy):
             keras.distribution.set_distribution(distribution)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes jitted train, test and predict functions, each one program on all devices."""
+        """Makes jitted train, test and predict functions. Each is one program on all devices."""
         context = ReplicaContext(num_replicas=self.split.num_replicas) if self.split.num_replicas > 1 else None
         return make_step_functions(model, self.layout(), context, lambda: self.split)
 
     def layout(self) -> Layout:
-        """Returns where the devices hold the variables of a model."""
+        """Returns how the devices hold the variables of a model."""
         return Layout(self.replicated)
 
     def each_replica(self, function: Callable[[], T], is_traced: bool = True) -> list[T]:
-        """See `Strategy`. Called eagerly, the function would take a minute on a GPU."""
+        """Traces a function once, for all replicas. Called eagerly, it would take a minute on a GPU."""
         found: list[T] = []
         jax.eval_shape(lambda: found.append(function()))
         return found
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
+        """Returns the paths of variables, including seeds, with a shard that differs between devices that hold it."""
 
         def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
             shards = variable.value.addressable_shards
@@ -140,7 +141,10 @@ class DataParallel(Strategy):
         ]
 
     def peak_memory_bytes(self) -> int:
-        """See `Strategy`."""
+        """Returns the peak memory in bytes: the highest value of this process's devices.
+
+        If the devices do not report it, this is the value of the process.
+        """
         own = [device for device in self.devices if device.process_index == jax.process_index()]
         statistics = [device.memory_stats() or {} for device in own]
         return max(figures.get("peak_bytes_in_use", 0) for figures in statistics) or super().peak_memory_bytes()

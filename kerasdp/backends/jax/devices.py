@@ -1,4 +1,4 @@
-"""JAX: the devices of a run, driven by one process a machine: made, joined, and given data."""
+"""Chooses JAX devices, starts JAX in one process per machine, and copies arrays to the devices."""
 
 import collections
 import dataclasses
@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     import keras
 
 
-# What makes GPUs repeat themselves, bit for bit (XLA's names, jaxlib 0.10.2, which ends a process at any that it does
-# not know): no sums in the order in which threads happen to come, and no kernels chosen by the time they took.
+# XLA's flags for bit-equal results on GPUs: sums in a fixed order, and no choice of kernels by their run time. jaxlib
+# 0.10.2 ends a process that sets an unknown flag.
 _DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
 
-# Whether JAX was started without GPUs that may be there, since the run that started it needed fewer.
+# Whether JAX was started without GPUs that the machine may have, because the run that started it needed fewer.
 _has_hidden_gpus = False
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
-    """Makes the virtual CPU devices, and chooses the devices: counting them starts JAX, which fixes their number.
+    """Makes the virtual CPU devices, and chooses the devices of a run.
+
+    Counting the devices starts JAX, which fixes their number.
 
     Raises:
-        AlreadyStartedError: if JAX has started in this process with fewer devices than the run may have, or alone.
-        UserError: if JAX cannot start, or the other processes do not come.
+        AlreadyStartedError: if JAX has started in this process with too few devices, or without the other processes.
+        UserError: if JAX cannot start, or the other processes do not connect.
     """
     if config.deterministic:
         make_deterministic()
@@ -65,12 +67,12 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         counts = collections.Counter(device.process_index for device in _devices_of(devices.kind))
         if len(set(counts.values())) > 1:
             words = ", ".join(f"{counts[process]} of process {process}" for process in sorted(counts))
-            raise UserError(f"--gpus: expected equally many devices of each process. Received: {words}")
+            raise UserError(f"--gpus: expected the same number of devices in each process. Received: {words}")
         return devices
 
 
 def has_started() -> bool:
-    """Returns whether JAX has made its devices, which fixes most of its options."""
+    """Returns whether JAX has made its devices. After that, most of its options are fixed."""
     num_cpu_devices = jax.config.values["jax_num_cpu_devices"]
     try:  # JAX (0.10.2) refuses another number once it has started, and has no other public way to know
         jax.config.update("jax_num_cpu_devices", num_cpu_devices + 1)
@@ -81,12 +83,12 @@ def has_started() -> bool:
 
 
 def make_deterministic() -> None:
-    """Makes equal programs give equal bits on GPUs, in this process and in those after a restart.
+    """Makes equal programs return bit-equal results on GPUs, in this process and in processes after a restart.
 
-    By way of XLA_FLAGS, in which the user's choices stay. Nothing changes on CPUs and TPUs.
+    It adds flags to XLA_FLAGS, and keeps the user's flags. On CPUs and TPUs nothing changes.
 
     Raises:
-        AlreadyStartedError: if JAX has already started otherwise, so that only a new process can be deterministic.
+        AlreadyStartedError: if JAX has already started without these flags. Only a new process can be deterministic.
     """
     given = os.environ.get("XLA_FLAGS", "")
     names = [flag.partition("=")[0] for flag in given.split()]
@@ -104,8 +106,8 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
 
 
 def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
-    """Applies JAX's settings for a run, and returns its devices."""
-    # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.
+    """Applies JAX's settings for a run. Returns the devices of the run."""
+    # Otherwise JAX turns arrays of 64-bit values into 32 bits.
     jax.config.update("jax_enable_x64", config.precision == "float64")
     if jax.config.values["jax_compilation_cache_dir"] is None:  # also $JAX_COMPILATION_CACHE_DIR
         jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
@@ -120,7 +122,7 @@ def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
 
 
 def set_precision_of_products(kind: str, config: Config) -> None:
-    """Says how accelerators of a kind multiply matrices and convolve: as precisely as their inputs, or in TF32."""
+    """Sets the precision of matrix products and convolutions on accelerators: float32 or TF32."""
     # A GPU's TF32 keeps ten bits of a float32, a TPU's bfloat16 seven: both are jax's default. On TPUs that would be
     # another curve, so there float32 means float32. Inputs of 16 bits are multiplied as fast as without this (jax
     # 0.10.2, compiled for v5e and H100).
@@ -133,16 +135,17 @@ def set_precision_of_products(kind: str, config: Config) -> None:
 
 
 def shardings_over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """Returns the sharding of a tensor that each device holds the whole of, and that of one split by rows over them."""
+    """Returns two shardings over the devices: a full copy on each device, and a split by rows."""
     mesh = Mesh(np.array(devices), ("batch",))
     return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
 
 
 def lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> list[Any]:
-    """Returns the LSTMs that Keras (3.15) would give to cuDNN, and must not.
+    """Returns the LSTM layers that Keras (3.15) would run with cuDNN, although cuDNN fails for them.
 
-    XLA (jax 0.10.2) cannot split its call: each of several GPUs would gather and compute the whole batch. Numbers of 16
-    bits do not compile: "Unknown output type", when the step is lowered, where Keras catches it no more.
+    XLA (jax 0.10.2) cannot split the call of cuDNN. Each of several GPUs would gather and compute the whole batch.
+    16-bit values do not compile: "Unknown output type". This error comes when the step is lowered, where Keras no
+    longer catches it.
     """
     import keras
 
@@ -155,7 +158,7 @@ def lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> 
 
 
 def _choose_platforms(config: Config) -> None:
-    """Lets JAX start on what the run needs only: on the host's CPU, and on as many GPUs as it uses."""
+    """Makes JAX start only on the devices that the run needs: the host's CPU, and as many GPUs as the run uses."""
     global _has_hidden_gpus
     platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
     if config.device == "cpu":
@@ -172,33 +175,36 @@ def _choose_platforms(config: Config) -> None:
 
 
 def _check_hidden(config: Config, num_found: int) -> None:
-    """Raises if the run may have GPUs that JAX was started without."""
+    """Raises `AlreadyStartedError` if the run may use GPUs that JAX was started without."""
     may_have_more = config.device in ("auto", "gpu") and not 0 < (config.num_devices or 0) <= num_found
     if _has_hidden_gpus and may_have_more and (there := num_gpus()) > num_found:
         raise AlreadyStartedError(f"JAX has already started with {num_found} of {there} GPUs")
 
 
 def _find_accelerators(config: Config) -> tuple[str, int]:
-    """Returns the kind and the number of the devices that are no CPU; none if the run shall not use them."""
+    """Returns the kind and the number of this process's accelerators. The number is 0 if the run does not use them."""
     if config.device == "cpu":
         return "cpu", 0
     try:
         kind = jax.devices()[0].platform
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"jax cannot start: {reason}; mend that, or use --device=cpu") from error
+        raise UserError(f"jax cannot start: {reason}; fix this, or use --device=cpu") from error
     if config.device not in ("auto", kind):
         return config.device, 0
     return kind, 0 if kind == "cpu" else jax.local_device_count()
 
 
 def _devices_of(kind: str) -> list[jax.Device]:
-    """Returns all devices of a kind. A plug-in may go by another name than its devices: those are JAX's default."""
+    """Returns all devices of a kind.
+
+    A plug-in may have another name than its devices. These are JAX's default devices.
+    """
     return default if (default := jax.devices())[0].platform == kind else jax.devices(kind)
 
 
 def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
-    """Brings to the devices what this process has of an array: its own rows, or, if all have a copy, the whole."""
+    """Copies an array to the devices: the rows of this process, or a full array that every process has."""
     if sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
     # `device_put` would let the processes compare what they have, each time.
@@ -206,12 +212,12 @@ def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
 
 
 def put_whole(array: np.ndarray, sharding: NamedSharding) -> Tensor:
-    """Brings an array that every process has to the devices: to each the whole, or its part."""
+    """Copies an array that every process has to the devices. Each device gets a full copy, or its shard."""
     return jax.make_array_from_process_local_data(sharding, array, array.shape)
 
 
 def put_each(batch: DeviceBatch, shardings: DeviceBatch) -> DeviceBatch:
-    """Does `put_rows` with each array: in one call of JAX, if that can be, which takes half as long as one for each."""
+    """Calls `put_rows` for each array of a batch. If possible, one call of JAX copies all arrays, in half the time."""
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(batch, shardings)
     return jax.tree.map(put_rows, batch, jax.tree.broadcast(shardings, batch))

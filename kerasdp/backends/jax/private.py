@@ -1,4 +1,4 @@
-"""Holds all private names of JAX in use."""
+"""Collects all private names of JAX that kerasdp uses."""
 
 import os
 from typing import Any
@@ -7,24 +7,25 @@ from jax._src import clusters, distributed
 
 
 def joined() -> tuple[int, int]:
-    """Returns the number of this process, and of how many, once `jax.distributed.initialize` was called.
+    """Returns the index of this process and the number of processes, after `jax.distributed.initialize`.
 
-    JAX 0.10.2: `jax.process_index` says the same, and starts JAX, which fixes the number of virtual devices.
+    JAX 0.10.2: the public `jax.process_index` returns the same index, but it starts JAX. This fixes the number of
+    virtual devices.
     """
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
 def key_values() -> Any:
-    """Returns the client of the key-value store of the processes. JAX 0.10.2 has no public way to it."""
+    """Returns the client of the key-value store that all processes share. JAX 0.10.2 has no public access to it."""
     return distributed.global_state.client
 
 
 def detected_cluster() -> dict[str, Any] | None:
-    """Returns what JAX's own detection knows of this process, as `Cluster` takes it; None: nothing.
+    """Returns what JAX's cluster detection finds about this process, as arguments of `Cluster`. None: it finds nothing.
 
-    `jax.distributed.initialize` (JAX 0.10.2) asks the same classes, and waits for the others at once; there is no
-    public way to know what it would find. A pod of Kubernetes that no Indexed Job has numbered is alone: there JAX
-    would ask Kubernetes for what the pod may not know.
+    `jax.distributed.initialize` (JAX 0.10.2) asks the same classes, but it also waits for the other processes. No
+    public function returns only the result. A Kubernetes pod without a number from an Indexed Job counts as a single
+    process. JAX would query Kubernetes for it, and the pod may not be allowed to.
     """
     for kind in clusters.ClusterEnv._cluster_types:
         if kind.opt_in_only_method or (kind is clusters.K8sCluster and "JOB_COMPLETION_INDEX" not in os.environ):

@@ -1,7 +1,7 @@
-"""JAX: joins this process with the processes of other machines, and exchanges values with them.
+"""Joins this JAX process with processes on other machines, and exchanges values between them.
 
-What they exchange goes through the key-value store of JAX's coordination service, which process 0 runs: any thread may
-use it, and it needs no program on the devices.
+The values go through the key-value store of JAX's coordination service, which process 0 runs. Any thread may use it. It
+runs no program on the devices.
 """
 
 import atexit
@@ -25,9 +25,10 @@ from kerasdp.processes.ranks import Cluster, Environment, require_same
 
 T = TypeVar("T")
 
-# A process that is silent for so long is dead for JAX, which then ends the others.
+# JAX treats a process without a heartbeat for so long as dead, and ends the other processes.
 _SECONDS_OF_HEARTBEAT = 10
-# A process that fails stays so long: with process 0 the service ends, and the others, which may have the same error.
+# A process that fails stays alive for so long. The service ends with process 0, and with the service the other
+# processes, which may be about to report the same error.
 _SECONDS_TO_STAY = 2.0
 _NEVER = 10**6  # seconds: longer than any run
 _OF_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -35,13 +36,13 @@ _INITIALIZE = "jax.distributed.initialize"
 
 
 def find_cluster(environment: Environment = os.environ) -> Cluster | None:
-    """Returns which of several processes of JAX this is, without joining them; None: JAX knows of no others.
+    """Returns the place of this process among several JAX processes, without joining them. None: there is only one.
 
-    It is what a call of `jax.distributed.initialize` has said, then $JAX_COORDINATOR_ADDRESS with $JAX_NUM_PROCESSES
-    and $JAX_PROCESS_ID, then what JAX's own detection finds.
+    The first of these sources counts: an earlier call of `jax.distributed.initialize`, the variables
+    $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, and JAX's cluster detection.
 
     Raises:
-        UserError: if the variables are half set.
+        UserError: if only some of the variables are set, or if they do not fit together.
     """
     if jax.distributed.is_initialized():
         process, number = private.joined()
@@ -61,24 +62,26 @@ def find_cluster(environment: Environment = os.environ) -> Cluster | None:
 
 
 def join(cluster: Cluster, config: Config) -> None:
-    """Joins the others, once in a program, and compares what all were given. Call before JAX starts.
+    """Joins the other processes, and checks that all processes have the same settings. Call it before JAX starts.
+
+    A program joins only once.
 
     Raises:
-        UserError: if they do not come, or differ.
+        UserError: if the processes do not connect, or if their settings differ.
     """
     if not jax.distributed.is_initialized():
         if cluster.source == _INITIALIZE:
             raise UserError(
-                f"{_INITIALIZE} was called before, and the run needs another process, for --max_restarts, "
-                "--hang_timeout or more devices: leave that call out"
+                f"{_INITIALIZE} was called before kerasdp.launch, but this run needs a new process, because of "
+                "--max_restarts, --hang_timeout or more devices: remove that call"
             )
-        # SIGTERM is ours: JAX's own service (0.10.2) would keep it.
+        # kerasdp handles SIGTERM. JAX's preemption service (0.10.2) would catch it first.
         jax.config.update("jax_enable_preemption_service", False)
         address = os.environ.get(_OF_JAX[0], "")
         if address.startswith(("127.", "localhost:")):  # by default the coordinator listens at all addresses
             os.environ.setdefault("JAX_COORDINATOR_BIND_ADDRESS", address)
         own_gpus = None
-        if config.num_devices is not None:  # else those that JAX gives a process of this launcher
+        if config.num_devices is not None:  # else the GPUs that JAX assigns to a process of this launcher
             own_gpus = [cluster.local_process * config.num_devices + number for number in range(config.num_devices)]
         try:
             jax.distributed.initialize(
@@ -91,17 +94,20 @@ def join(cluster: Cluster, config: Config) -> None:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise UserError(
-                f"the {cluster.num_processes} processes of {cluster.source} do not meet: {reason}"
+                f"the {cluster.num_processes} processes of {cluster.source} cannot connect: {reason}"
             ) from error
     require_same(JaxProcesses(config), config)
 
 
 @contextlib.contextmanager
 def ending_soon(cluster: Cluster | None) -> Iterator[None]:
-    """Lets a process that fails end soon: at the end of a program JAX (0.10.2) waits five minutes for the others.
+    """Returns a context in which a process that fails ends soon.
 
-    These find its connections closed, or no more signs of life of it. `cluster`: of the run; None: it is this process's
-    alone.
+    At the end of a program JAX (0.10.2) waits five minutes for the other processes. The other processes notice the
+    failure by closed connections or missing heartbeats.
+
+    Args:
+        cluster: the place of this process among the processes of the run. None: there is only one process.
     """
     try:
         yield
@@ -122,78 +128,85 @@ def _leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-_number_of_exchange = itertools.count()  # the same on all: they begin the same runs, in the same order
+_number_of_exchange = itertools.count()  # the same on all processes: they start the same runs, in the same order
 
 
 class JaxProcesses:
-    """Exchanges values as `kerasdp.processes.ranks.Processes` says, for one run."""
+    """Exchanges values between the processes of one run. Implements `kerasdp.processes.ranks.Processes`."""
 
     def __init__(self, config: Config):
         self.rank, self.num_processes = private.joined()
         self._seconds = HANG_TIMEOUT if config.hang_timeout is None else config.hang_timeout or _NEVER
         self._name, self._num_scatters = f"kerasdp/{next(_number_of_exchange)}", 0
-        # By kind of exchange: how many there were.
+        # The number of exchanges so far, by kind.
         self._rounds = collections.Counter[str]()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """See `Processes`."""
+        """Returns the value of each process, in the order of the ranks."""
         return self._take("gather", self._give("gather", value))
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """See `Processes`."""
+        """Returns the maximum over the ranks of the numbers in the previous call, or 0 in the first call."""
         current = self._give("delayed", number)
         return max(self._take("delayed", current - 1)) if current else 0
 
     def any_rank(self, flag: bool) -> bool:
-        """See `Processes`."""
+        """Returns whether the flag is set on any rank."""
         return any(self.all_gather_object(flag))
 
     def open_scatter(self) -> "JaxScatter":
-        """See `Processes`."""
+        """Returns a scatter whose messages never mix with the messages of another scatter."""
         self._num_scatters += 1
         return JaxScatter(self, f"{self._name}/scatter-{self._num_scatters}")
 
     def _give(self, kind: str, value: Any) -> int:
-        """Gives a value to all; returns the number of the round."""
+        """Stores a value for all processes. Returns the number of the round."""
         current, self._rounds[kind] = self._rounds[kind], self._rounds[kind] + 1
         private.key_values().key_value_set_bytes(f"{self._name}/{kind}/{current}/{self.rank}", pickle.dumps(value))
-        # Where it is delayed, the last call has taken what is two rounds old. So the others had come to that round, and
-        # had taken what is four rounds old.
+        # With a delay, the last call has read the values of two rounds ago. So the other processes had reached that
+        # round, and had read the values of four rounds ago.
         if current > 3:
             private.key_values().key_value_delete(f"{self._name}/{kind}/{current - 4}/{self.rank}")
         return current
 
     def _take(self, kind: str, number: int) -> list[Any]:
-        """Returns the values of a round, in the order of the ranks."""
+        """Returns the values of all processes in a round, in the order of the ranks."""
         folder = f"{self._name}/{kind}/{number}"
         there = dict(private.key_values().key_value_dir_get_bytes(folder))
         names = [f"{folder}/{rank}" for rank in range(self.num_processes)]
         return [pickle.loads(there[name] if name in there else self.wait_for(name)) for name in names]
 
     def wait_for(self, name: str) -> bytes:
-        """Waits for a value; the last part of its name is the number of the process that gives it."""
+        """Waits for a value of the key-value store. The last part of its name is the process that stores it.
+
+        Raises:
+            WorkerError: if the value does not come within the hang timeout.
+        """
         try:
             return private.key_values().blocking_key_value_get_bytes(name, int(1000 * self._seconds))
         except Exception as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise WorkerError(
-                f"process {name.rpartition('/')[2]} has not come for {self._seconds:g} s to where process {self.rank} "
-                "waits for it; its own output says why; a higher --hang_timeout waits longer"
+                f"process {self.rank} has waited {self._seconds:g} s for process {name.rpartition('/')[2]}; the output "
+                "of that process says why; a higher --hang_timeout waits longer"
             ) from error
 
 
 class JaxScatter:
-    """Hands out values as `kerasdp.processes.ranks.Scatter` says. They stay with process 0 until they are taken."""
+    """Sends values from process 0 to all processes. Implements `kerasdp.processes.ranks.Scatter`.
+
+    The values stay with process 0 until the other processes take them.
+    """
 
     def __init__(self, processes: JaxProcesses, name: str):
         self.rank, self.num_processes = processes.rank, processes.num_processes
         self._processes, self._name = processes, name
-        # By number of a call: how many there were.
+        # The number of calls so far, by the number of the call.
         self._calls = collections.Counter[int]()
 
     def __call__(self, values: list[Any], number: int) -> Any:
-        """See `kerasdp.processes.ranks.Scatter`."""
+        """Sends one value from process 0 to each process. Returns the value for this process. See `Scatter`."""
         folder = f"{self._name}/{number}/{self._calls[number]}"
         self._calls[number] += 1
         if self.rank == 0:

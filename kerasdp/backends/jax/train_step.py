@@ -1,4 +1,4 @@
-"""JAX: compiles the functions that train, test and predict with a model on all devices."""
+"""Compiles the JAX functions that train, test and predict with a model on all devices."""
 
 import dataclasses
 import functools
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class ModelState:
-    """Passes the values of variables into a function of JAX and out of it; between calls each variable holds its value.
+    """Passes the values of variables into a JAX function and out of it. Between calls, each variable holds its value.
 
     Args:
-        variables: the lists.
-        shardings: for each list, one sharding for all values, or a list of one per value.
+        variables: lists of variables.
+        shardings: for each list, one sharding for all values, or a list with one sharding per value.
     """
 
     def __init__(self, variables: "Sequence[list[keras.Variable]]", shardings: Sequence[Any]):
@@ -50,10 +50,11 @@ class ModelState:
         self._last_values: list[jax.Array] = []
 
     def read(self) -> Any:
-        """Returns the values: the lists that were written last, unless a variable was set since.
+        """Returns the values of the variables, in lists.
 
-        Keras (3.15) lets two variables hold one array after `assign`, as weights and their averages at the end of a
-        training. A step cannot donate one array twice, so all but the last one are copied.
+        If no variable was set since the last `write`, these are the lists of that call. Keras (3.15) lets two variables
+        hold the same array after `assign`. Examples are weights and their averages at the end of training. A step
+        cannot donate one array twice. So each variable except the last gets a copy.
         """
         from kerasdp.keras_compat.layers import raw_values
 
@@ -66,7 +67,10 @@ class ModelState:
         return self._last
 
     def write(self, values: Any) -> None:
-        """Sets the variables to the values that a function returned. JAX has deleted those that it donated."""
+        """Sets the variables to the values that a function returned.
+
+        JAX has already deleted the old values that were donated.
+        """
         from kerasdp.keras_compat.layers import set_raw_values
 
         self._last, self._last_values = values, [*itertools.chain(*values)]
@@ -74,12 +78,12 @@ class ModelState:
 
 
 class Layout:
-    """Where the devices hold a model's variables: each the whole of them. Others are in `kerasdp.scale`.
+    """Describes how the devices hold a model's variables. Here each device holds a full copy; see also `kerasdp.scale`.
 
     Attributes:
-        replicated: the sharding of what each device holds the whole of.
-        is_on_cpu: whether the devices are the CPU, where XLA (jaxlib 0.10.2) computes a convolution within a loop with
-            another kernel, which takes 10 to 15 times as long.
+        replicated: the sharding of a tensor of which each device holds a full copy.
+        is_on_cpu: whether the devices are CPUs. There XLA (jaxlib 0.10.2) uses another kernel for a convolution within
+            a loop. It takes 10 to 15 times as long.
     """
 
     def __init__(self, replicated: NamedSharding):
@@ -87,28 +91,31 @@ class Layout:
         self.is_on_cpu = replicated.mesh.devices.flat[0].platform == "cpu"
 
     def of_variables(self, model: "keras.Model", variables: "list[keras.Variable]") -> list[NamedSharding]:
-        """Returns the sharding of each of some variables of a model.
+        """Returns the sharding of each of the given variables of a model.
 
-        For a value that is on one device without having been sent there, as the one of a new variable or a reset
-        metric, JAX (0.10.2) compiles another program: it would compile the first training step three times. So these
-        are replicated.
+        A new variable or a reset metric has a value on one device, without a `NamedSharding`. JAX (0.10.2) compiles
+        another program for it, and would compile the first training step three times. So this method returns the
+        replicated sharding.
         """
         found = (variable.value.sharding for variable in variables)
         return [each if isinstance(each, NamedSharding) else self.replicated for each in found]
 
     def cut(self, values: list[Any]) -> list[Any]:
-        """Returns gradients or new weights, of which each device then computes its part alone, if it holds a part."""
+        """Shards gradients or new weights, if the devices hold shards. Each device then computes only its shard."""
         return values
 
     def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns a function of weights that gathers those that are held in parts."""
+        """Wraps a function of weights so that it first gathers sharded weights. Here no weight is sharded."""
         return function
 
 
 def _state_of(model: "keras.Model", step: str, layout: Layout) -> ModelState:
-    """Returns the state of a step, with the lists of Keras' own steps, or those of `_portable_step`.
+    """Returns the state of a step: the variables that Keras' step or a user-defined step takes, with their shardings.
 
-    `step`: `train`, `test` or `predict`.
+    Args:
+        model: the model.
+        step: `train`, `test` or `predict`.
+        layout: how the devices hold the variables.
     """
     from kerasdp.keras_compat.models import portable_steps
 
@@ -117,7 +124,7 @@ def _state_of(model: "keras.Model", step: str, layout: Layout) -> ModelState:
 
 
 def _lists_of(model: "keras.Model", step: str) -> tuple[list["keras.Variable"], ...]:
-    """Returns the lists of variables that Keras' own steps take; `step`: see `_state_of`."""
+    """Returns the lists of variables that Keras' step methods take. `step` is `train`, `test` or `predict`."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     weights, metrics = (model.trainable_variables, model.non_trainable_variables), model.metrics_variables
     slots = [] if optimizer is None else optimizer.variables
@@ -130,17 +137,18 @@ def make_step_functions(
     context: ReplicaContext | None,
     split_of_training: Callable[[], Split] = lambda: Split(1),
 ) -> StepFunctions:
-    """Makes jitted train, test and predict functions, again for each set of weights that is trained.
+    """Makes jitted train, test and predict functions. Each set of trained weights gets new functions.
 
-    Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
-    padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
-    itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
+    Each function is one program for the whole global batch. XLA splits it over the devices by the shardings of inputs
+    and variables. Padding makes the number of rows divisible by the number of devices. The padding is removed INSIDE
+    the program, where XLA can split uneven shapes. Only inputs and outputs must be divisible. So every layer, loss and
+    metric sees the same batch as on one device.
 
     Args:
-        model: built and compiled.
-        layout: of the variables.
-        context: that of the layers in a training step.
-        split_of_training: returns how a batch is split that is trained on.
+        model: a built and compiled model.
+        layout: how the devices hold the variables.
+        context: the context of the layers in a training step.
+        split_of_training: returns how a training batch is split.
     """
     from kerasdp.keras_compat.models import own_steps, portable_steps
 
@@ -175,7 +183,7 @@ def make_step_functions(
 
     train = {detail: on_state(functools.partial(train_step, detail), "train") for detail in Detail}
     several = on_state(_several(functools.partial(train_step, Detail.NOTHING)), "train")
-    # As a loop within the program, which Keras does not have where a model runs eagerly.
+    # Several steps run as a loop within one program. A model that runs eagerly has no program.
     takes_several = model.jit_compile and not model.run_eagerly and not layout.is_on_cpu
     return StepFunctions(
         train=lambda batch, detail: Trained(*train[detail](batch)),
@@ -186,7 +194,7 @@ def make_step_functions(
 
 
 def _evaluation_step(model: "keras.Model", name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Runs `test_step` or `predict_step`; `state`: see `_state_of`."""
+    """Runs `test_step` or `predict_step` of a model. `_state_of` describes `state`."""
     from kerasdp.keras_compat.models import portable_steps
 
     if name == "predict_step":
@@ -198,14 +206,17 @@ def _evaluation_step(model: "keras.Model", name: str, state: Any, data: tuple[An
 
 
 def _lists_of_portable(model: "keras.Model") -> tuple[list["keras.Variable"], list["keras.Variable"]]:
-    """Returns the weights that are trained, and all other variables that a step may change."""
+    """Returns the trained weights, and all other variables that a step may change."""
     weights = model.trainable_variables
     seen = {id(weight) for weight in weights}
     return weights, [variable for variable in variables_of_own_step(model) if id(variable) not in seen]
 
 
 def _portable_step(model: Any, name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Runs a user-defined step that takes the data alone, as on other backends; `state`: see `_lists_of_portable`."""
+    """Runs a user-defined step that takes only the data, as on other backends.
+
+    `state` holds the values of the variables in `_lists_of_portable`.
+    """
     from kerasdp.step.gradients import in_scope
 
     return in_scope(_lists_of_portable(model), state, lambda: getattr(model, name)(_packed(data)))
@@ -221,8 +232,9 @@ def _bind_state(
 ) -> Callable[[Any], Any]:
     """Turns a step into `run(data)`, which returns the step's outputs and updates the model's variables.
 
-    It is compiled with `jax.jit` if `model.jit_compile` and not `run_eagerly`; else it runs eagerly. Training donates
-    the old values. An evaluation returns all lists but the first, the weights, which it does not change.
+    The step is compiled with `jax.jit` if `model.jit_compile` is set and `run_eagerly` is not. Otherwise it runs
+    eagerly. Training donates the old values. An evaluation does not change the first list, the weights, and does not
+    return it.
     """
     from kerasdp.keras_compat.layers import forget_added_losses
 
@@ -253,7 +265,10 @@ def _bind_state(
 
 
 def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
+    """Returns a function that trains on several batches of one shape.
+
+    It returns their losses and learning rates, and the logs of the last batch.
+    """
 
     def step(state: Any, batch: DeviceBatch) -> tuple[Any, Any]:
         (loss, rate, logs, _), state = train_step(state, batch)
@@ -268,28 +283,28 @@ def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Inputs, targets and sample weights without their padding."""
+    """Removes the padding from inputs, targets and sample weights."""
     inputs, targets, sample_weight, indices = data
     return jax.tree.map(lambda leaf: leaf[: len(indices)], (inputs, targets, sample_weight))
 
 
 def _packed(data: tuple[Any, ...]) -> Any:
-    """Returns the same as Keras hands it to a step."""
+    """Removes the padding of a batch, and packs it as Keras passes it to a step."""
     from kerasdp.keras_compat.models import as_keras_gives
 
     return as_keras_gives(_cut(data))
 
 
 class WholeBatch(Replica):
-    """Runs a training step on the whole global batch: one replica stands for all devices.
+    """Runs a training step on the whole global batch. One replica stands for all devices.
 
-    XLA splits the batch over the devices, and adds up what it must.
+    XLA splits the batch over the devices, and sums over the devices where it must.
 
     Args:
-        model: built and compiled.
-        layout: of the variables.
-        context: of the layers; None on one device.
-        split: of the batch.
+        model: a built and compiled model.
+        layout: how the devices hold the variables.
+        context: the context of the layers. None: there is one device.
+        split: how the batch is split.
     """
 
     def __init__(self, model: "keras.Model", layout: Layout, context: ReplicaContext | None, split: Split):
@@ -300,23 +315,23 @@ class WholeBatch(Replica):
         self._seeds = set(map(id, seed_variables(model)))
 
     def training_split(self) -> Split:
-        """See `Replica`."""
+        """Returns how a training batch is split."""
         return self._split
 
     def passes(self, batch: DeviceBatch) -> list[Pass]:
-        """See `Replica`. A batch in one pass comes without its padding."""
+        """Returns the passes of a training step. A single pass gets the batch without its padding."""
         passes = super().passes(batch)
         if len(passes) > 1:
             return passes
         return [passes[0]._replace(batch=DeviceBatch(*_cut(batch), batch.indices))]
 
     def rows_of(self, leaf: jax.Array, rows: slice, num_rows: int) -> jax.Array:
-        """See `Replica`. They are taken from the rows of each device, so that nothing moves between devices."""
+        """Returns the rows of a micro-batch. It takes rows from each device, so no data moves between devices."""
         of_devices = leaf.reshape(self._split.num_replicas, -1, *leaf.shape[1:])
         return of_devices[:, rows].reshape(-1, *leaf.shape[1:])[:num_rows]
 
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
-        """See `Replica`."""
+        """Returns the context of the layers in a pass. See `Replica.context_of_pass`."""
         from kerasdp.step.row_search import row_layout_of
 
         if one.total_rows is None:
@@ -329,13 +344,13 @@ class WholeBatch(Replica):
         )  # fmt: skip
 
     def loss_of_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
-        """See `Replica`: of a device that has all rows."""
+        """Computes the loss of a pass as on a device that has all rows."""
         if context is not None:
             context = None if one.total_rows is None else dataclasses.replace(context, num_replicas=1)
         return super().loss_of_pass(one, outputs, context)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """See `Replica`."""
+        """Computes the gradients of a pass. See `Replica.differentiate`."""
         from kerasdp.keras_compat.layers import InnerScope, current_value
 
         weights, made = self.model.trainable_weights, list[Any]()
@@ -345,7 +360,7 @@ class WholeBatch(Replica):
                 loss, global_batch, found = compute(one)
             require_leaves(weights, scope.assigned)
             made[:] = scope, global_batch
-            # What is made and assigned must leave through here: JAX lets nothing else out of what it differentiates.
+            # Assigned values must be returned: a function that JAX differentiates has no other way out for them.
             return loss, (global_batch.tensors(), found, scope.assigned_values())
 
         values = list(map(current_value, weights))
@@ -357,7 +372,7 @@ class WholeBatch(Replica):
     def add_up_passes(
         self, compute: LossOfPass, passes: list[Pass]
     ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """See `Replica`. Equal passes run in one loop."""
+        """Adds up the gradients of all passes of a step. Passes of equal size run in one loop."""
         from kerasdp.keras_compat.layers import InnerScope, current_value
         from kerasdp.step.global_batch import Sums, added
 
@@ -401,10 +416,11 @@ class WholeBatch(Replica):
         return gradients, global_batches[-1], {}
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
-        """See `Replica`.
+        """Makes a pass wait until the given gradients are computed.
 
-        XLA would otherwise make all forward passes first, and keep all that they leave. On the CPU (jaxlib 0.10.2) it
-        forgets `jax.lax.optimization_barrier` before it orders operations; zeros of the gradients it must wait for.
+        Otherwise XLA would run all forward passes first, and keep all of their activations. On the CPU (jaxlib 0.10.2)
+        it drops `jax.lax.optimization_barrier` before it orders operations. So zeros that depend on the gradients are
+        added to the inputs.
         """
         if not self._layout.is_on_cpu:
             return one
@@ -414,11 +430,11 @@ class WholeBatch(Replica):
         return one._replace(batch=one.batch._replace(inputs=inputs))
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """See `Replica`: of the whole batch there is nothing to average."""
+        """Returns the gradients and sums of the whole batch. There is nothing to average over replicas."""
         return lambda: (self._layout.cut(gradients), to_reduce)
 
     def update(self, update: Callable[[], None]) -> None:
-        """See `Replica`."""
+        """Runs the optimizer's update. If the devices hold shards, each device updates its shard."""
         from kerasdp.keras_compat.layers import current_value
         from kerasdp.keras_compat.optimizers import applying_in_scope
 
@@ -429,5 +445,5 @@ class WholeBatch(Replica):
             weight.assign(value)
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """See `Replica`."""
+        """Returns the tensor unchanged, because it is already a sum over the whole batch."""
         return tensor

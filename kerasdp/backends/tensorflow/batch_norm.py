@@ -1,4 +1,4 @@
-"""Fused batch norm for training, over one replica's rows or over the global batch."""
+"""Computes fused batch norm for training on TensorFlow, over one replica's rows or over the global batch."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from kerasdp.backends.tensorflow import xla
 from kerasdp.backends.tensorflow.collectives import sum_gradients
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 
-# So many numbers are added up one after the other.
+# At most this many values are summed one after the other.
 _AT_A_TIME = 1024
 
 
@@ -24,10 +24,10 @@ def normalize(
     gather: Callable[[tf.Tensor], tf.Tensor] | None = None,
     weight: float = 1.0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Normalizes `x`, as `kerasdp.backends.torch.batch_norm.normalize`.
+    """Normalizes `x`. `kerasdp.backends.torch.batch_norm.normalize` describes the arguments and results.
 
-    Not by TensorFlow's own kernel: on the CPU (2.21) its outputs, mean, variance and gradients of 61 images of 28x28
-    are wrong by 3e-6 to 8e-6; here by 1e-7 to 6e-7.
+    It does not use TensorFlow's kernel for training. On the CPU (2.21) that kernel's outputs, mean, variance and
+    gradients of 61 images of 28x28 have errors of 3e-6 to 8e-6. Here the errors are 1e-7 to 6e-7.
     """
     is_alone = gather is None and num_rows is None
     wide = x if x.dtype in (tf.float32, tf.float64) else tf.cast(x, tf.float32)
@@ -41,7 +41,7 @@ def normalize(
     @tf.custom_gradient
     def standardize(wide: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            if is_alone and _has_kernel(wide, axis):  # whose gradients are right, given the statistics
+            if is_alone and _has_kernel(wide, axis):  # its gradients are right for given statistics
                 return tf.raw_ops.FusedBatchNormGradV3(
                     y_backprop=upstream, x=wide, scale=scale, reserve_space_1=mean, reserve_space_2=variance,
                     reserve_space_3=tf.zeros(0), epsilon=epsilon,
@@ -52,7 +52,7 @@ def normalize(
             for_wide = _for_x(upstream, wide, mean, inverse, scale, sums, count, axis, num_rows)
             return for_wide, for_scale, for_offset
 
-        # Without an end `tf.custom_gradient` looks for variables in all layers before this one.
+        # Without `stop_gradient`, `tf.custom_gradient` searches all earlier layers for variables.
         ends = tf.stop_gradient(mean), tf.stop_gradient(inverse)
         return _moved(wide, ends[0], ends[1] * scale, offset, axis), gradient
 
@@ -61,7 +61,10 @@ def normalize(
 
 
 def _has_kernel(x: tf.Tensor, axis: int) -> bool:
-    """Returns whether TensorFlow has operations that normalize these; on GPUs they would take other statistics."""
+    """Returns whether TensorFlow has operations that normalize `x` with given statistics.
+
+    On GPUs these operations would use other statistics.
+    """
     return len(x.shape) == 4 and axis == 3 and x.dtype != tf.float64 and not xla.has_gpus()
 
 
@@ -69,10 +72,11 @@ def _has_kernel(x: tf.Tensor, axis: int) -> bool:
 
 
 def _total(x: tf.Tensor, axis: int) -> tf.Tensor:
-    """Sums per channel, up to 1,024 numbers at a time.
+    """Sums values per channel, at most 1,024 values at a time.
 
-    In a long sum round-off piles up: of 61 images of 28x28 it is 1e-7 so, 4e-6 otherwise. XLA would merge the sums into
-    one, number by number, but for what is added to the first: 0, which it does not know, since 0 times infinity is not.
+    Rounding errors add up in a long sum. For 61 images of 28x28 the error is 1e-7 here, and 4e-6 in one long sum. XLA
+    would merge the sums into one long sum. To prevent this, 0 times a value is added to the first sum. XLA cannot
+    replace it by 0, because 0 times infinity is not 0.
     """
     axes, added = [index for index in range(len(x.shape)) if index != axis], None
     if x.shape.num_elements() != 0 and xla.may_compile():
@@ -88,14 +92,14 @@ def _total(x: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def _along(axis: int, x: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
-    """Reshapes values of channels so that they broadcast with `x`."""
+    """Reshapes values per channel so that they broadcast with `x`."""
     shape = [-1 if index == axis else 1 for index in range(len(x.shape))]
     return [tf.reshape(value, shape) for value in values]
 
 
 @compiled_on_gpus
 def _own(x: tf.Tensor, axis: int, num_rows: int | None) -> tf.Tensor:
-    """Returns count, mean and squared deviations of each channel, `(3, channels)`."""
+    """Returns the count, the mean and the sum of squared deviations of each channel, with shape `(3, channels)`."""
     real = x if num_rows is None else x[:num_rows]
     size = real.shape.num_elements() or tf.size(real)
     count = tf.cast(size / x.shape[axis], x.dtype)
@@ -106,7 +110,7 @@ def _own(x: tf.Tensor, axis: int, num_rows: int | None) -> tf.Tensor:
 
 @compiled_on_gpus
 def _together(statistics: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
-    """Joins statistics of all replicas, `(replicas, 3, channels)`, to count, mean, variance and 1 / deviation."""
+    """Merges statistics of all replicas, `(replicas, 3, channels)`, into count, mean, variance and 1 / deviation."""
     counts, means, squares = tf.unstack(statistics, 3, 1)
     # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
     count = tf.reduce_sum(counts, 0)
@@ -117,7 +121,7 @@ def _together(statistics: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
 
 @compiled_on_gpus
 def _moved(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor, axis: int) -> tf.Tensor:
-    """Returns `(x - mean) * factor + offset`."""
+    """Returns `(x - mean) * factor + offset`, with values per channel."""
     if not _has_kernel(x, axis):
         mean, factor, offset = _along(axis, x, mean, factor, offset)
         return (x - mean) * factor + offset
@@ -141,7 +145,12 @@ def _moved(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor, 
 def _sums(
     upstream: tf.Tensor, x: tf.Tensor, mean: tf.Tensor, inverse: tf.Tensor, axis: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns sums of the gradient, and of it times the deviations, `(2, channels)`; gradients of scale and offset."""
+    """Returns the sums per channel that the gradients of batch norm need.
+
+    Returns:
+        The sums of the gradient and of its product with the deviations, `(2, channels)`; the gradients of scale and
+        offset.
+    """
     total = _total(upstream, axis)
     products = _total(upstream * (x - _along(axis, x, mean)[0]), axis)
     return tf.stack([total, products]), products * inverse, total
@@ -154,7 +163,7 @@ def _for_x(
 ) -> tf.Tensor:  # fmt: skip
     if len(sums.shape) == 3:  # of all replicas
         sums = tf.reduce_sum(sums, 0)
-    # What is left once the mean of the outputs and their spread are held.
+    # These terms are the gradients that flow through mean and variance.
     for_mean, for_spread = tf.unstack(sums / count, 2)
     factor = inverse * scale
     for_x = _along(axis, x, factor)[0] * upstream

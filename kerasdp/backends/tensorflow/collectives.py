@@ -1,4 +1,4 @@
-"""TensorFlow: gathers and reduces tensors of all replicas."""
+"""Gathers and sums TensorFlow tensors over all replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,31 +7,31 @@ import tensorflow as tf
 
 from kerasdp.same.replica_context import attributes_kept
 
-# What NCCL sums and gathers for TensorFlow (2.21), whose operations also take bfloat16 and end in an error with it.
+# The types that NCCL sums and gathers for TensorFlow (2.21). TensorFlow also accepts bfloat16, but then NCCL fails.
 _TYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-# Most bytes of a replica's rows that are gathered by a sum.
+# Up to this many bytes, a replica's rows are gathered by a sum.
 _MOST_BYTES = 2**20
 
 
 def sendable(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor in a type that devices exchange; its values are all there: of bfloat16, uint8, bool..."""
+    """Casts a tensor (bfloat16, uint8, bool) to a type that devices can exchange. No value changes."""
     if tensor.dtype in _TYPES:
         return tensor
     return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
 
 
 def rank() -> int:
-    """Returns the rank of the replica that is being traced, a constant."""
+    """Returns the rank of the replica that is being traced, as a constant."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
 def num_replicas() -> int:
-    """Returns how many replicas there are."""
+    """Returns the number of replicas."""
     return tf.distribute.get_replica_context().num_replicas_in_sync
 
 
 def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
-    """Sums a tensor over the replicas; its gradient is the sum of its gradients on all of them."""
+    """Sums a tensor over the replicas. Its gradient is the sum of its gradients on all replicas."""
 
     @tf.custom_gradient
     def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -43,22 +43,29 @@ def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _end_of_walk(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor that `tf.custom_gradient` need not look behind.
+    """Returns a tensor at which `tf.custom_gradient` stops its search for variables.
 
-    It walks from what a function returns back to what the function takes, to find variables (TensorFlow 2.21), and
-    compares each operation with all that it has passed. What other replicas give is not among what is taken: so each
-    batch norm walked through their steps to the first layer: MobileNetV2 on two devices was traced for minutes.
+    To find variables, `tf.custom_gradient` (TensorFlow 2.21) walks from the outputs of a function back to its inputs.
+    It compares each operation with all operations that it has passed. Tensors from other replicas are not inputs. So
+    each batch norm walked through the steps of other replicas to their first layer. Tracing MobileNetV2 on two devices
+    took minutes.
     """
     return tf.stop_gradient(tensor)
 
 
 def _stacked(rows: tf.Tensor) -> tf.Tensor:
-    """Concatenates the rows of all replicas, which have equally many; its gradient is that of `_all_reduce`."""
+    """Concatenates the rows of all replicas. Each replica has the same number of rows.
+
+    The gradient of the rows is the sum of their gradients on all replicas.
+    """
     return _all_reduce(zero_pad_to_global_batch(rows))
 
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
-    """Gathers the rows of all replicas; the gradient is that of `ShardSteps.gather_shards`."""
+    """Gathers the rows of all replicas. The gradient is multiplied by the number of replicas.
+
+    `ShardSteps.gather_shards` explains this gradient.
+    """
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -78,9 +85,9 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
 
 
 def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
-    """Zero-pads a replica's rows to the global batch, so that the sum over the replicas gathers them.
+    """Pads a replica's rows with zeros to the global batch, so that a sum over the replicas gathers the rows.
 
-    That is one collective; TensorFlow's `all_gather` (2.21) first exchanges shapes, in another.
+    This is one collective. TensorFlow's `all_gather` (2.21) first exchanges shapes in another collective.
     """
     size, before = rows.shape[0], rank()
     others = [[before * size, (num_replicas() - 1 - before) * size]] + [[0, 0]] * (len(rows.shape) - 1)
@@ -88,18 +95,21 @@ def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
 
 
 def gather_statistics(statistics: tf.Tensor, weight: float = 1.0) -> tf.Tensor:
-    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) is the sum of its gradients on all of them.
+    """Stacks a tensor of all replicas. Its gradient is the sum of its gradients on all replicas.
 
-    `weight`: of this replica's gradients, once they are averaged over the replicas; the mean of all is 1.
+    Args:
+        statistics: the tensor of this replica.
+        weight: the weight of this replica's gradients when gradients are averaged over the replicas. The mean weight of
+            all replicas is 1.
     """
-    if weight != 1.0:  # the gradients of the others come with theirs
+    if weight != 1.0:  # the gradients of the other replicas have their weights
         statistics = _with_gradient_times(statistics, 1 / weight if weight else 0.0)
     gathered = _stacked(tf.expand_dims(statistics, 0))
     return gathered if weight == 1.0 else _with_gradient_times(gathered, weight)
 
 
 def sum_gradients(gradient: tf.Tensor, gather: Callable[[tf.Tensor], tf.Tensor], weight: float) -> tf.Tensor:
-    """Stacks a gradient of all replicas, as `kerasdp.backends.torch.collectives.sum_gradients`."""
+    """Stacks the weighted gradients of all replicas. See `kerasdp.backends.torch.collectives.sum_gradients`."""
     if weight == 1.0:
         return gather(gradient)
     gathered = gather(gradient * weight if weight else tf.zeros_like(gradient))
@@ -115,19 +125,19 @@ def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 def sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over the replicas, in one collective per type."""
+    """Sums each tensor over the replicas, with one collective per dtype."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     sums = _summed([sendable(tensor) for tensor in tensors])()
     return [tf.cast(each, own.dtype) for each, own in zip(sums, tensors)]
 
 
 def mean(gradients: list[Any], shared: dict[str, tf.Tensor]) -> Callable[[], tuple[list[Any], dict[str, tf.Tensor]]]:
-    """Averages gradients over the replicas, and sums other tensors, in one collective per type.
+    """Averages gradients over the replicas, and sums other tensors, with one collective per dtype.
 
-    A weight that the loss does not depend on keeps its None. Gradients are dense.
+    Gradients must be dense. A weight that the loss does not depend on keeps its None.
 
     Returns:
-        A function that takes apart what has come. Compiled with what uses it, that is no operation of its own.
+        A function that unpacks the averages and sums. Compiled together with code that uses them, it adds no operation.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     divisor = num_replicas()
@@ -144,7 +154,7 @@ def mean(gradients: list[Any], shared: dict[str, tf.Tensor]) -> Callable[[], tup
 
 
 def _summed(tensors: list[tf.Tensor]) -> Callable[[], list[tf.Tensor]]:
-    """Sums each tensor over the replicas, in one collective per type; returns what takes the sums apart."""
+    """Sums each tensor over the replicas, with one collective per dtype. Returns a function that unpacks the sums."""
     joined = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors if tensor.dtype == dtype], 0)

@@ -1,4 +1,4 @@
-"""TensorFlow: trains a replica on each device, driven by one process, with `tf.distribute.MirroredStrategy`."""
+"""Trains one replica on each TensorFlow device, all from one process, with `tf.distribute.MirroredStrategy`."""
 
 import contextlib
 import functools
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Strategy):
-    """A replica of the model on each device. See `kerasdp.contract.Strategy`.
+    """Trains one replica of the model on each device. Implements `kerasdp.contract.Strategy`.
 
     Attributes:
-        device_names: TensorFlow's, of the devices.
+        device_names: TensorFlow's names of the devices.
     """
 
     def __init__(self, devices: Devices, config: Config):
-        """Call before Keras is imported."""
+        """Makes the mirrored strategy. It must run before Keras is imported."""
         self.processes = SingleProcess()
         self.device_names = device_names(devices)
         self.split = Split(devices.count)
@@ -55,7 +55,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Returns the context in which models are made: their variables are mirrored on all devices."""
+        """Returns the context in which models are made. It mirrors their variables on all devices."""
         from kerasdp.keras_compat.models import numbers_of_mirrored_variables
 
         numbers_of_mirrored_variables()
@@ -64,7 +64,7 @@ class DataParallel(Strategy):
         reset = tf.compat.v1.reset_default_graph
 
         def reset_default_graph() -> None:
-            """Enters the scope again: `keras.utils.clear_session` takes it away with TensorFlow's graph."""
+            """Enters the scope again. `keras.utils.clear_session` resets TensorFlow's graph, and with it the scope."""
             nonlocal scope
             reset()
             scope = self.mirrored.scope()
@@ -77,7 +77,7 @@ class DataParallel(Strategy):
             scope.__exit__(None, None, None)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Splits a batch over the devices: lists with an entry a device."""
+        """Splits a batch over the devices. Each field becomes a list with one shard per device."""
         import keras
 
         names, size = self.device_names, len(batch.own_indices) // self.split.num_replicas
@@ -123,9 +123,14 @@ class DataParallel(Strategy):
         )
 
     def _on_all(self, steps: ReplicaSteps, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Runs the step on all replicas, and returns what the first one returned: it is the same on all.
+        """Returns a function that runs a step on all replicas, and returns the result of the first replica.
 
-        `name`: of the model's method that it stands for.
+        The result is the same on all replicas.
+
+        Args:
+            steps: the steps of the model.
+            name: the name of the model's method that the step stands for.
+            step: the step of one replica.
         """
 
         def on_one(num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
@@ -139,7 +144,7 @@ class DataParallel(Strategy):
         return run
 
     def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
-        """See `Strategy`. The replicas run in turns, each in its thread; to trace takes seconds."""
+        """Calls a function in each replica. The replicas run in turns, each in a thread. Tracing takes seconds."""
         found: dict[int, T] = {}
 
         def run() -> None:
@@ -152,17 +157,20 @@ class DataParallel(Strategy):
         return [found[rank] for rank in sorted(found)]
 
     def shard_steps(self, model: "keras.Model") -> ReplicaSteps:
-        """See `Strategy`."""
+        """Returns the `ReplicaSteps` of a model."""
         return ReplicaSteps(self, model)
 
     def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
+        """Turns `run` into a function of batches that gives each replica its shard.
+
+        The function runs as a graph, unless the model runs eagerly.
+        """
         graphs, weights = Graphs(), TrainedWeights(model)
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
             if model.jit_compile and self.split.num_replicas > 1:
-                raise UserError("jit_compile=True: TensorFlow takes one device for it; leave it out, or use --gpus=1")
+                raise UserError("jit_compile=True: TensorFlow needs a single device; leave it out, or use --gpus=1")
 
             def run_shards(*data: Any) -> Any:
                 return run(num_rows, *(self.mirrored.run(own_shard, args=(shards,)) for shards in data))
@@ -178,24 +186,24 @@ class DataParallel(Strategy):
         return function
 
     def _require_mirrored(self, model: "keras.Model") -> None:
-        """Raises `UserError` for a variable that is not mirrored: each replica would change it once more."""
+        """Raises `UserError` if a variable is not mirrored. Each replica would change its single copy again."""
         from kerasdp.keras_compat.layers import raw_value
 
         for variable in all_variables(model) if self.split.num_replicas > 1 else ():
             if not isinstance(raw_value(variable), tf.distribute.DistributedValues):
                 raise UserError(
                     f"{variable.path} of {model.name} was made outside of runner.scope(), so it is on one device only: "
-                    "make all layers, the optimizer and the metrics within it"
+                    "make all layers, the optimizer and the metrics within this scope"
                 )
 
     def peak_memory_bytes(self) -> int:
-        """See `Strategy`."""
+        """Returns the peak memory in bytes: the highest value of the GPUs, or the value of the process on the CPU."""
         if not self.device_names[0].startswith("GPU"):
             return super().peak_memory_bytes()
         return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.device_names)
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
+        """Returns the paths of variables, including seeds, that are not bit-equal on all replicas."""
 
         def digests(variable: "keras.Variable") -> set[bytes]:
             copies = self.mirrored.experimental_local_results(variable.value)
@@ -208,8 +216,8 @@ class DataParallel(Strategy):
     def running(self, model: "keras.Model") -> Iterator[None]:
         """Returns the context of `fit`, `evaluate` and `predict`.
 
-        Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
-        own functions, each keeps those of its shard, and reading one sums them.
+        Inside it, every replica holds the metrics of the WHOLE batch, and reading a metric reads one copy. Outside, in
+        Keras' functions, each replica holds the metrics of its shard, and reading a metric sums the copies.
         """
         from kerasdp.keras_compat.optimizers import no_gradient_sum
 

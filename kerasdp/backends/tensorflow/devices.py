@@ -1,4 +1,4 @@
-"""TensorFlow: the devices of a run, driven by one process: made, and given data."""
+"""Chooses TensorFlow devices, and copies arrays to them. One process drives all devices."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,10 @@ from kerasdp.processes.devices import AlreadyStartedError, Devices, choose_devic
 
 
 def make_devices(config: Config, cluster: None = None) -> Devices:
-    """Chooses the devices, makes the virtual ones, and leaves GPUs that are not used to others; on one machine."""
+    """Chooses the devices of a run on one machine, and makes the virtual CPU devices.
+
+    GPUs that the run does not use stay free for other programs.
+    """
     _keep_logger_quiet()
     private.fold_matmuls()
     gpus = tf.config.list_physical_devices("GPU")
@@ -41,9 +44,9 @@ def make_devices(config: Config, cluster: None = None) -> Devices:
 def _leave_channels_last(gpus: list[Any]) -> None:
     """Keeps Grappler from transposing images around float32 convolutions, if the GPUs have TF32.
 
-    There TensorFlow's convolutions (2.21, `ComputeInNhwcEnabled`) work on channels last. Grappler would let each work
-    on channels first, and transpose before and after it: it knows nothing of the batch norm between them, which XLA
-    compiles. Of four convolutions with their gradients that were 44 transposes a step.
+    With TF32, TensorFlow's convolutions (2.21, `ComputeInNhwcEnabled`) run with channels last. Grappler would run each
+    convolution with channels first, and transpose before and after it. It does not know the batch norms between the
+    convolutions, which XLA compiles. Four convolutions with their gradients then had 44 transposes per step.
     """
     capabilities = [tf.config.experimental.get_device_details(gpu).get("compute_capability", (0, 0)) for gpu in gpus]
     if min(capabilities) >= (8, 0):
@@ -51,7 +54,7 @@ def _leave_channels_last(gpus: list[Any]) -> None:
 
 
 def _keep_logger_quiet() -> None:
-    """Leaves out what TensorFlow (2.21) tells the authors of a strategy, in notebooks at each call of a model."""
+    """Hides messages of TensorFlow (2.21) to authors of strategies. Notebooks show them at each call of a model."""
     logger = tf.get_logger()
     if logger.level == logging.INFO:  # which it takes in interactive sessions
         logger.setLevel(logging.WARNING)
@@ -68,7 +71,7 @@ def device_names(devices: Devices) -> list[str]:
 
 
 def put_on_device(data: Structure, name: str) -> Structure:
-    """Copies arrays to the device of this name."""
+    """Copies arrays to the device with this name."""
     import keras
 
     with tf.device(name):
@@ -76,11 +79,11 @@ def put_on_device(data: Structure, name: str) -> Structure:
 
 
 def keep_on_device(arrays: Structure, name: str) -> Structure:
-    """Copies arrays to the device of this name, as variables.
+    """Copies arrays to the device with this name, as variables.
 
-    Of a tensor, rows of uint8 are taken by `GatherV2`, which (2.21) has no kernel for that on GPUs: each step would
-    copy all of it to the host. `ResourceGather`, of a variable, has one. What TensorFlow keeps in host memory there,
-    int32 and text, stays with NumPy.
+    `GatherV2` takes rows of a tensor, but (2.21) it has no kernel for uint8 on GPUs. Each step would copy the whole
+    tensor to the host. `ResourceGather`, which takes rows of a variable, has a kernel. Arrays of int32 and text stay in
+    NumPy, because TensorFlow keeps them in host memory on GPUs.
     """
 
     def keep(leaf: np.ndarray | None) -> np.ndarray | tf.Variable | None:
@@ -93,7 +96,7 @@ def keep_on_device(arrays: Structure, name: str) -> Structure:
 
 
 def take_rows(kept: Structure, numbers: np.ndarray, name: str) -> Structure:
-    """Takes rows, by their numbers, of what `keep_on_device` gave; on that device."""
+    """Takes rows of the arrays that `keep_on_device` returned, on their device. `numbers` are the row indices."""
     with tf.device(name):
         rows = tf.convert_to_tensor(numbers)
 

@@ -1,6 +1,6 @@
-"""TensorFlow: gradients of steps that people write.
+"""Computes the gradients of user-defined steps on TensorFlow.
 
-Loaded by the backend's name.
+`kerasdp.value_and_grad` imports this module by the name of the backend.
 """
 
 import contextlib
@@ -13,11 +13,12 @@ from kerasdp.keras_compat.patches import wrapped
 
 
 def dense(gradients: list[Any]) -> list[Any]:
-    """Returns gradients as tensors of their weights' shapes; None stays None.
+    """Converts gradients to dense tensors with the shapes of their weights. None stays None.
 
-    That of an embedding is rows and their indices (`tf.IndexedSlices`), a row for each token. Keras (3.15) squares,
-    clips and scales these rows one by one, though a token that occurs twice has two: an optimizer with state would get
-    other numbers than on other backends, and others again on several devices. Here they are summed.
+    The gradient of an embedding is a `tf.IndexedSlices`: one row for each token, and the indices of the rows. Keras
+    (3.15) squares, clips and scales these rows one by one, although a token that occurs twice has two rows. An
+    optimizer with state would return other values than on other backends, and other values again on several devices.
+    Here the rows of a token are summed.
     """
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
@@ -25,7 +26,7 @@ def dense(gradients: list[Any]) -> list[Any]:
 def differentiate(
     compute: Callable[[list[Any]], tuple[Any, Any]], values: list[Any], variables: list[Any]
 ) -> tuple[Any, Any, list[Any]]:
-    """Computes a value, and takes its gradients; as with torch."""
+    """Computes a value and its gradients. See `kerasdp.backends.torch.gradients.differentiate`."""
     own = values if variables else [tf.identity(value) for value in values]
     with tf.GradientTape() as tape:
         for value in own:  # of variables it knows those that are trained
@@ -35,7 +36,11 @@ def differentiate(
 
 
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which `tf.clip_by_global_norm` sees means; `mean`: as with torch."""
+    """Returns a context in which `tf.clip_by_global_norm` sees gradients averaged over the replicas.
+
+    Args:
+        mean: averages gradients over the replicas, if the step needs it.
+    """
 
     def of_means(clip: Callable[..., Any], t_list: Any, *args: Any, **kwargs: Any) -> Any:
         return clip(mean(dense(list(t_list))), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Holds all private names of TensorFlow in use."""
+"""Collects all private names of TensorFlow that kerasdp uses."""
 
 import contextlib
 import functools
@@ -14,10 +14,10 @@ from tensorflow.python.ops import gen_math_ops
 
 @contextlib.contextmanager
 def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
-    """Lets reads of these variables, if mirrored, return the first replica's copy.
+    """Returns a context in which reading a mirrored variable returns the first replica's copy.
 
-    TensorFlow 2.21: `DistributedVariable._aggregation`, which is otherwise chosen when a variable is made, here by
-    Keras. No public way.
+    TensorFlow 2.21: `DistributedVariable._aggregation`. Normally it is chosen when a variable is made, and here Keras
+    makes the variables. There is no public way.
     """
     variables = [variable for variable in variables if isinstance(variable, tf.distribute.DistributedValues)]
     saved = [variable._aggregation for variable in variables]
@@ -31,19 +31,21 @@ def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
 
 
 def call_flat(function: Any, tensors: list[tf.Tensor]) -> Any:
-    """Calls a concrete function of tensors alone, given by their places.
+    """Calls a concrete function with a flat list of tensors.
 
-    TensorFlow 2.21: `ConcreteFunction._call_flat`. The public call binds names and compares each tensor with what was
-    traced, in Python: a quarter of a millisecond for four tensors, as long as all else that a step does in Python.
+    TensorFlow 2.21: `ConcreteFunction._call_flat`. The public call binds names, and compares each tensor with the
+    traced tensor in Python. For four tensors this takes a quarter of a millisecond, as long as all other Python code of
+    a step.
     """
     return function._call_flat(tensors, function.captured_inputs)
 
 
 def forget_gradients(graph: tf.Graph) -> None:
-    """Lets a graph that nobody differentiates any more be freed: what `tf.custom_gradient` made in it holds it.
+    """Lets Python free a graph that will not be differentiated again. It forgets the custom gradients of the graph.
 
-    TensorFlow 2.21: `ops.gradient_registry` keeps each such gradient, with the tensors of its graph, for ever; a sum
-    over replicas has two. On two devices a launch left 3 MiB. Graphs within this one keep theirs: others may use them.
+    TensorFlow 2.21: `ops.gradient_registry` keeps each gradient of `tf.custom_gradient` forever, with the tensors of
+    its graph. A sum over replicas has two. Each launch on two devices leaked 3 MiB. The gradients of graphs within this
+    graph stay, because other graphs may use them.
     """
     for operation in graph.get_operations():
         if operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr:
@@ -51,16 +53,17 @@ def forget_gradients(graph: tf.Graph) -> None:
 
 
 def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
-    """Makes a `MirroredStrategy` whose collectives are not taken for those of another one.
+    """Makes a `MirroredStrategy` with unique collective keys, fast sums on CPUs and daemon threads.
 
-    TensorFlow 2.21: each strategy counts its groups of devices from `_collective_key_base` on, and their collectives
-    from 100 on, so that those of a second one meet the shapes of the first one's. No public way.
+    Keys (TensorFlow 2.21): each strategy numbers its groups of devices from `_collective_key_base`, and their
+    collectives from 100. The collectives of a second strategy would meet shapes of the first strategy. There is no
+    public way.
 
-    Virtual CPU devices have one memory: there a sum on the first of them, which the others then read, takes a tenth of
-    the time of a collective, which makes copies and rounds as between machines.
+    Sums: virtual CPU devices share one memory. A collective copies, and sends in rounds as between machines. A sum on
+    the first device, which the other devices then read, takes a tenth of the time.
 
-    A Ctrl-C that comes while threads of the replicas are started leaves some waiting for ever, and Python would wait
-    for them at its end: they become daemons. No public way: `Strategy.run` makes them.
+    Threads: a Ctrl-C while the threads of the replicas start leaves some threads waiting forever. At its end Python
+    would wait for these threads, so they become daemons. `Strategy.run` makes them, and there is no public way.
     """
     on_one = tf.distribute.ReductionToOneDevice("CPU:0") if devices[0].startswith("CPU") else None
     mirrored_run._MirroredReplicaThread.start = _start_as_daemon
@@ -76,13 +79,15 @@ def _start_as_daemon(thread: threading.Thread) -> None:
 
 
 def fold_matmuls() -> None:
-    """Makes products of shapes (a, 1, m, k) and (k, n) right on CPUs, from now on: of one axis less, they are.
+    """Corrects matrix products of shapes (a, 1, m, k) and (k, n) on CPUs from now on. It folds the axis of length 1.
 
-    TensorFlow 2.21: where the second of four axes on the left has length 1 and there is one matrix on the right, the
-    kernel of oneDNN for `BatchMatMulV2` writes beyond its memory, in graphs and without: of
-    `tf.ones((9, 1, 8, 8)) @ tf.ones((8, 8))` a process dies, sooner or later, or gets numbers such as 1e34. Three or
-    five axes are right, and so is `TF_ENABLE_ONEDNN_OPTS=0`, with which a step of ResNet-18 takes twice as long.
-    No public way: `@` on tensors, `tf.matmul` and the gradients of both look this name up.
+    TensorFlow 2.21: oneDNN's kernel for `BatchMatMulV2` writes beyond its memory for these shapes. The left side has
+    four axes, and the second has length 1. The right side is one matrix. It happens in graphs and eagerly. After
+    `tf.ones((9, 1, 8, 8)) @ tf.ones((8, 8))` a process dies sooner or later, or gets values such as 1e34.
+
+    Products with three or five axes are correct. `TF_ENABLE_ONEDNN_OPTS=0` also helps, but a step of ResNet-18 then
+    takes twice as long. There is no public way: `@` on tensors, `tf.matmul` and the gradients of both look up this
+    name.
     """
     original = gen_math_ops.batch_mat_mul_v2
     if hasattr(original, "__wrapped__"):

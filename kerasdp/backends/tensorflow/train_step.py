@@ -1,4 +1,4 @@
-"""TensorFlow: runs a step of each replica on its shard of the global batch."""
+"""Runs the steps of each TensorFlow replica on its shard of the global batch."""
 
 import contextlib
 import functools
@@ -27,20 +27,25 @@ class ReplicaSteps(ShardSteps):
     """Runs the steps of a model in each replica."""
 
     def train(self, detail: Detail, batch: DeviceBatch) -> tuple[Any, ...]:
-        """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed.
+        """Runs one training step on the global batch.
 
-        `batch` is this replica's shard, with padding.
+        Args:
+            detail: how much the step records.
+            batch: this replica's shard, with padding.
+
+        Returns:
+            The loss, the learning rate, Keras' logs and the recorded values.
         """
         if "train_step" in self.own:
             logs, _ = self.own_step("train_step", batch)
             return logs.get("loss"), None, logs, {}
-        # By the rows of a micro-batch: the function that differentiates it, and what that left besides tensors.
+        # For each number of rows in a micro-batch: the function that differentiates it, and its last result.
         self._functions: dict[int, Any] = {}
         self._global_batches: dict[int, GlobalBatch] = {}
         return tuple(fit_step(self, batch, detail))
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """See `Replica`. In graphs, micro-batches of one size are calls of one function."""
+        """Computes the gradients of one pass. In a graph, micro-batches of one size call one function."""
         # Several replicas cannot meet within a function.
         if one.total_rows is not None and self.strategy.split.num_replicas == 1 and not tf.executing_eagerly():
             return self._by_call(compute, one)
@@ -49,7 +54,7 @@ class ReplicaSteps(ShardSteps):
         return dense(tape.gradient(loss, self.model.trainable_weights)), global_batch, found
 
     def _by_call(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Differentiates a micro-batch by a function that stays one call in the graph."""
+        """Computes the gradients of a micro-batch with a function that stays one call in the graph."""
         (own,), num_rows = one.replicas, len(one.batch.indices)
 
         def differentiate(data: Structure, first_row: Tensor) -> tuple[list[Any], Any]:
@@ -69,13 +74,16 @@ class ReplicaSteps(ShardSteps):
         return gradients, global_batch, {}
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
-        """See `Replica`. TensorFlow would otherwise make all forward passes first, and keep all that they leave."""
+        """Makes a pass wait until the given gradients are computed.
+
+        Otherwise TensorFlow would run all forward passes first, and keep all of their activations.
+        """
         with tf.control_dependencies([each for each in gradients if each is not None]):
             data = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), tuple(one.batch[:3]))
         return one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """See `Replica`. Both are one message."""
+        """Averages gradients over the replicas, and sums `to_reduce` in the same collectives."""
         from kerasdp.keras_compat.layers import is_next_value
 
         if self.strategy.split.num_replicas == 1:
@@ -93,24 +101,28 @@ class ReplicaSteps(ShardSteps):
         return take_apart if xla.has_gpus() else functools.cache(take_apart)
 
     def update(self, update: Callable[[], None]) -> None:
-        """See `ShardSteps`."""
+        """Runs the optimizer's update. Where possible it updates all weights at once, within the replica."""
         from kerasdp.keras_compat.optimizers import has_branches
 
         model = self.model
         if can_update_at_once(model.optimizer, model.trainable_weights):
             update_at_once(model.optimizer, all_variables(model), update)
         elif self.strategy.split.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
-            # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
+            # Keras (3.15) leaves the replica context within one of two branches. TensorFlow has no graph for this.
             raise UserError(
-                "gradient_accumulation_steps and ema_overwrite_frequency: TensorFlow cannot do that with this "
-                f"{type(model.optimizer).__name__} on several devices; use --accumulate, or one device"
+                "gradient_accumulation_steps and ema_overwrite_frequency: on TensorFlow with several devices, this "
+                f"{type(model.optimizer).__name__} does not support them; use --accumulate, or one device"
             )
         else:
             update()
 
     @contextlib.contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
+        """Returns the context around a step of all replicas. The replicas are traced within it, in turns.
+
+        Args:
+            name: the name of the step, such as `train_step`.
+        """
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.keras_compat.models import losses_by_thread
         from kerasdp.step.custom_steps import join_steps
@@ -125,12 +137,12 @@ class ReplicaSteps(ShardSteps):
             yield
 
     def shard_of(self, batch: DeviceBatch) -> DeviceBatch:
-        """See `ShardSteps`."""
+        """Returns this replica's shard of a batch."""
         inputs, targets, sample_weight = own_shard(batch[:3])
         return DeviceBatch(inputs, targets, sample_weight, batch.indices)
 
     def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
-        """See `ShardSteps`: once for all replicas."""
+        """Builds an optimizer once for all replicas."""
 
         def build(_: Any) -> None:
             if not optimizer.built:
@@ -139,7 +151,10 @@ class ReplicaSteps(ShardSteps):
         tf.distribute.get_replica_context().merge_call(build)
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
-        """See `ShardSteps`."""
+        """Runs a user-defined step on this replica's shard. Returns Keras' logs and the records of a trial.
+
+        `kerasdp.step.custom_steps.Share` describes these records. Without a trial there are no records.
+        """
         from kerasdp.keras_compat.models import as_keras_gives, losses_of_whole_batch
         from kerasdp.step.custom_steps import run_on_shard
 
@@ -150,11 +165,11 @@ class ReplicaSteps(ShardSteps):
             return run_on_shard(model, name, batch[:3], context, collectives.sums, self.build_optimizer, is_trial)
 
     def rank(self) -> int:
-        """See `ShardSteps`."""
+        """Returns the rank of this replica."""
         return collectives.rank()
 
     def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """See `ShardSteps`."""
+        """Returns the largest value of each tensor element over the replicas. None stays None."""
         own = [tensor for tensor in tensors if tensor is not None]
         if not own:
             return tensors
@@ -167,22 +182,22 @@ class ReplicaSteps(ShardSteps):
         ]
 
     def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
-        """See `ShardSteps`."""
+        """Stacks the batch norm statistics of all replicas. See `ReplicaContext.gather`."""
         return collectives.gather_statistics(statistics, weight)
 
     def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
-        """See `ShardSteps`."""
+        """Gathers the rows of all replicas, without padding. See `ShardSteps.gather_shards`."""
         whole = tf.cast(gather_shards(collectives.sendable(rows), own, replicas, collectives.gather_rows), rows.dtype)
         # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
         num_rows = sum(each.num_rows for each in replicas) * (rows.shape[0] // own.size)
         return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """See `ShardSteps`."""
+        """Sums a tensor over the replicas."""
         return collectives.sums([tensor])[0]
 
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ShardSteps`."""
+        """Sums tensors over the replicas, with one collective per dtype."""
         return collectives.mean([], tensors)()[1] if tensors else {}
 
 
@@ -192,7 +207,7 @@ def own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
 
 
 def updating_at_once() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which all optimizers update by `update_at_once` where they can, for a user-defined step.
+    """Returns a context in which optimizers use `update_at_once` where they can, for a user-defined step.
 
     Gradients are made dense first.
     """
@@ -205,7 +220,7 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
         gradients = dense(list(grads))
         weights = None if trainable_variables is None else list(trainable_variables)
         known = weights_of_optimizer(optimizer) if optimizer.built else []
-        # A LossScaleOptimizer calls the one within it, where it is updated at once, or has left the replicas.
+        # A LossScaleOptimizer calls its inner optimizer while it is updated at once, or outside of the replicas.
         is_within = is_in_scope() or tf.distribute.in_cross_replica_context()
         if not known or is_within or not can_update_at_once(optimizer, known):
             return apply(optimizer, gradients, weights)
@@ -215,14 +230,14 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
 
 
 def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], None]) -> None:
-    """Runs `update` on this replica's copies of the variables, on GPUs as one compiled operation.
+    """Runs `update` on this replica's copies of the variables. On GPUs it is one compiled operation.
 
-    Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled.
+    Keras' optimizer (3.15) leaves the replica context with one call for each weight. This cannot be compiled.
 
     Args:
-        optimizer: that `update` calls.
-        variables: that `update` may change.
-        update: assigns to them.
+        optimizer: the optimizer that `update` calls.
+        variables: the variables that `update` may change.
+        update: assigns new values to the variables.
     """
     import keras
 
@@ -250,9 +265,10 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
 
 
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether this step, a graph, updates these weights at once, by `update_at_once`.
+    """Returns whether this step can update the given weights with `update_at_once`.
 
-    Not with user-defined Python, nor (Nadam) where a class extends what would be taken back.
+    The step must run as a graph. The optimizer, its learning rate schedule and the constraints must be classes of
+    Keras. The optimizer must not extend the methods that `update_at_once` replaces, as Nadam does.
     """
     from kerasdp.keras_compat import optimizers
     from kerasdp.keras_compat.layers import is_of_keras
@@ -264,12 +280,15 @@ def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
 
 
 def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
+    """Returns a function that trains on several batches of one shape.
+
+    It returns their losses and learning rates, and the logs of the last batch.
+    """
 
     def run(num_rows: int, *batches: Any) -> tuple[Any, ...]:
         rest = mirrored.run(_stacked, args=batches[1:])
         loss, rate, logs, _ = step(num_rows, batches[0])
-        # A user-defined step may give no loss, and gives no rate; a loop has no place for None.
+        # A user-defined step may return no loss, and returns no rate. A loop cannot hold None.
         found = [value for value in (loss, rate) if value is not None]
         arrays = [tf.TensorArray(value.dtype, len(batches)).write(0, value) for value in found]
 
@@ -290,7 +309,7 @@ def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Calla
 
 
 def _stacked(*batches: Structure) -> Structure:
-    # Not `tf.stack`: for uint8, which images come in, it (2.21) has no kernel on GPUs.
+    # Not `tf.stack`: it has no kernel on GPUs (2.21) for uint8, the type of images.
     def stack(*leaves: Any) -> Any:
         return None if leaves[0] is None else tf.concat([leaf[tf.newaxis] for leaf in leaves], 0)
 
@@ -302,13 +321,13 @@ def _row(stacked: Structure, number: tf.Tensor) -> Structure:
 
 
 class Graphs:
-    """The graphs of a step, one for each kind of batch."""
+    """Holds the graphs of a step, one for each kind of batch."""
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, step: Callable[..., Any], data: Sequence[Any], jit_compile: bool | None) -> Any:
-        """Runs the graph of that key, which is made of `step` for the first data of its kind."""
+        """Runs the graph with this key. The first call with a key makes the graph of `step`, for data of this kind."""
         leaves = tf.nest.flatten(data)
         tensors = [leaf for leaf in leaves if leaf is not None]
         if key in self._graphs:
@@ -324,11 +343,11 @@ class Graphs:
         self._graphs[key] = graph.get_concrete_function(*tensors)
         private.forget_gradients(self._graphs[key].graph)
         results = private.call_flat(self._graphs[key], tensors)
-        # XLA compiles an optimizer's update for each device: of 360,000 weights on two some 170 MiB are left.
+        # XLA compiles the optimizer's update for each device. For 360,000 weights on two devices it leaves 170 MiB.
         give_memory_back()
         return results
 
 
 def kind_of(data: Structure) -> Hashable:
-    """Returns shapes and types of some tensors, with None where there is none."""
+    """Returns the shapes and dtypes of the tensors in a structure, with None where there is no tensor."""
     return tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data))

@@ -1,4 +1,4 @@
-"""Compiles functions of many small operations with XLA, where that pays."""
+"""Compiles functions of many small TensorFlow operations with XLA, where that pays off."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,18 @@ def has_gpus() -> bool:
 
 
 def may_compile() -> bool:
-    """Returns whether XLA may compile what is being traced: on GPUs, and with `jit_compile=True`, for one replica."""
+    """Returns whether XLA may compile the code that is being traced.
+
+    It may on GPUs, and also with `jit_compile=True`, which needs a single replica.
+    """
     return has_gpus() or tf.distribute.get_strategy().num_replicas_in_sync == 1
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function with XLA, even if the step around it is not: there each operation costs 5 microseconds.
+    """Compiles a function with XLA, even if the step around it is not compiled.
 
-    Called eagerly it is not compiled, which takes a tenth of a second for each shape and device.
+    There each operation would cost 5 microseconds. An eager call is not compiled, because that takes a tenth of a
+    second for each shape and device.
     """
 
     def without_int32(*args: Any) -> Any:
@@ -34,19 +38,20 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_on_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function of a few passes over its data, where there are GPUs.
+    """Compiles a function that makes few passes over its data, if there are GPUs.
 
-    On the CPU (TensorFlow 2.21) XLA's code has one thread, allocates all that it gives beside what it takes, and is
-    compiled for seconds: of a convnet on two devices 4 s before the first step, and 130 MiB, for no faster step.
+    On the CPU (TensorFlow 2.21) XLA's code has one thread, and allocates memory for its outputs in addition to its
+    inputs. Compiling takes seconds. For a convnet on two devices it took 4 s before the first step, and 130 MiB. The
+    steps were not faster.
     """
     by_xla = compiled(function)
     return lambda *args: (by_xla if has_gpus() else function)(*args)
 
 
 def _each(values: Any, dtype: tf.DType, other: tf.DType) -> Any:
-    """Returns tensors of one type as those of another of its size.
+    """Bitcasts all tensors of one type to another type of the same size.
 
-    What a function gives in int32 TensorFlow (2.21) keeps in host memory on GPUs, where XLA has made it on the device.
+    TensorFlow (2.21) keeps int32 results of functions in host memory on GPUs, but XLA makes them on the device.
     """
 
     def bitcast(each: Any) -> Any:

@@ -1,6 +1,6 @@
-"""PyTorch: gathers tensors of all ranks, with the gradients that training on one global batch needs.
+"""Gathers and sums PyTorch tensors over ranks, with the gradients that training on one global batch needs.
 
-Small tensors on the CPU travel through sockets, all others by `torch.distributed`.
+Small CPU tensors are sent through sockets. All other tensors are sent with `torch.distributed`.
 """
 
 import os
@@ -18,14 +18,17 @@ from kerasdp.processes.ranks import Processes
 
 
 def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Stacks the tensor of all ranks of a group along a new first axis."""
+    """Stacks the tensors of all ranks of a group along a new first axis."""
     if group is None and fits_sockets(tensor):
         return gather_by_sockets(tensor)
     return gather_by_group(tensor, group)
 
 
 def gather_by_group(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Does what `all_gather_stacked` does, by NCCL or Gloo in any case, as graph passes know it."""
+    """Stacks the tensors of all ranks of a group with NCCL or Gloo, never through sockets.
+
+    Graph passes recognize this gather in a captured step.
+    """
     tensor = tensor.contiguous()
     if is_being_captured(tensor):  # a step is being captured: the functional form
         rows = tensor if tensor.dim() else tensor.reshape(1)
@@ -43,7 +46,7 @@ def gather_by_group(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def sum_over_ranks(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """Sums each tensor over the ranks of a group, in one message for each type; sparse ones become dense."""
+    """Sums each tensor over the ranks of a group, with one all-reduce per dtype. Sparse tensors become dense."""
     sums: list[torch.Tensor] = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
     for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
         places = [place for place, tensor in enumerate(sums) if tensor.dtype == dtype]
@@ -55,34 +58,39 @@ def sum_over_ranks(tensors: list[torch.Tensor], group: Any = None) -> list[torch
 
 
 def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = None) -> torch.Tensor:
-    """Concatenates the rows of all ranks of a group.
+    """Concatenates the rows of all ranks of a group. Differentiable.
 
     Args:
-        rows: equally many on each rank.
-        group: None: all ranks.
-        factor: by which the gradient is multiplied. None: the number of ranks, for gradients that are averaged.
+        rows: this rank's rows. Each rank has the same number of rows.
+        group: the process group. None: all ranks.
+        factor: the gradient of `rows` is multiplied by this factor. None: the number of ranks, for gradients that are
+            averaged over the ranks.
     """
     return _GatherRows.apply(rows, group, dist.get_world_size(group) if factor is None else factor)
 
 
 def gather_statistics(statistics: torch.Tensor, group: Any = None, weight: float = 1.0) -> torch.Tensor:
-    """Stacks a tensor of all ranks; a rank's gradient is the sum of its tensor's gradients on all ranks.
+    """Stacks a tensor of all ranks. The gradient of a rank's tensor is the sum of its gradients on all ranks.
 
-    `weight`: of this rank's gradients, once they are averaged over the ranks; the mean of all is 1.
+    Args:
+        statistics: this rank's tensor.
+        group: the process group. None: all ranks.
+        weight: the weight of this rank's gradients when gradients are averaged over the ranks. The mean weight of all
+            ranks is 1.
     """
     return _GatherStatistics.apply(statistics, group, weight)
 
 
 def sum_gradients(gradient: torch.Tensor, gather: Any, weight: float) -> torch.Tensor:
-    """Sums a gradient over the ranks, each by the weight that it will have.
+    """Stacks the gradients of all ranks, each multiplied by its rank's weight and divided by this rank's weight.
+
+    A later weighted average over the ranks multiplies by this rank's weight again.
 
     Args:
-        gradient: of what all ranks share, on this rank.
+        gradient: this rank's gradient of a value that all ranks share.
         gather: stacks the gradients of all ranks.
-        weight: of this rank; 0 if it has no rows: its gradients are then nothing, and not needed.
-
-    Returns:
-        What this rank's part of the weighted sum is before its own weight.
+        weight: the weight of this rank in the average. It is 0 if the rank has no rows. Its gradients are then not
+            used.
     """
     if weight == 1.0:
         return gather(gradient)
@@ -113,16 +121,16 @@ class _GatherStatistics(torch.autograd.Function):
         return gathered[:, dist.get_rank(ctx.group)].sum(0), None, None
 
 
-# Sockets are made to hold as much, so that all may send before they read.
+# The buffers of sockets hold this many bytes, so that all ranks can send before they read.
 _MOST_BYTES = 2**16
 
 
 class _Sockets:
-    """Holds a connection to each other process of the run, on this machine. Made by all of them together.
+    """Holds one connection to each other process of a run on one machine. All processes create it together.
 
-    Gloo (torch 2.13) hands each message to a thread of its own. Where processes share cores that thread waits for its
-    turn: beside a computation, gathering 144 bytes costs 1.1 ms among two processes on two cores and 4 ms among four;
-    with sockets that the computing thread itself reads, 0.04 and 0.6 ms.
+    Gloo (torch 2.13) hands each message to a separate thread. If processes share cores, this thread waits for its turn.
+    During a computation, gathering 144 bytes takes 1.1 ms with two processes on two cores, and 4 ms with four. With
+    sockets, the computing thread reads the messages itself: 0.04 ms and 0.6 ms.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -147,7 +155,12 @@ class _Sockets:
         processes.all_gather_object(None)  # all are connected, with room for messages
 
     def gather(self, own: np.ndarray, tag: int) -> np.ndarray:
-        """Returns the bytes of all ranks that they give with this tag, in rows. `own`: equally many on each rank."""
+        """Returns the bytes that all ranks send with this tag, one row per rank.
+
+        Args:
+            own: the bytes of this rank. Each rank sends the same number of bytes.
+            tag: a number that is the same on all ranks.
+        """
         message = tag.to_bytes(8) + own.tobytes()
         for connection in self.others.values():
             connection.send_bytes(message)
@@ -157,9 +170,9 @@ class _Sockets:
             try:
                 received = connection.recv_bytes()
             except EOFError:
-                raise ConnectionError(f"rank {rank} has left") from None
+                raise ConnectionError(f"rank {rank} has closed its connection") from None
             if received[:8] != message[:8]:
-                raise RuntimeError(f"rank {rank} gathers another tensor than rank {self.rank}")
+                raise RuntimeError(f"rank {rank} and rank {self.rank} gather different tensors")
             gathered[rank] = np.frombuffer(received, np.uint8, offset=8)
         return gathered
 
@@ -168,18 +181,21 @@ _sockets: _Sockets | None = None
 
 
 def connect_sockets(processes: Processes) -> None:
-    """Connects the processes of a run, which are on one machine. Called by each of them."""
+    """Connects the processes of a run on one machine. Each process calls it."""
     global _sockets
     _sockets = _Sockets(processes)
 
 
 def fits_sockets(tensor: torch.Tensor) -> bool:
-    """Returns whether `gather_by_sockets` may be called: the same on all ranks."""
+    """Returns whether `gather_by_sockets` can gather this tensor. The answer is the same on all ranks."""
     return _sockets is not None and tensor.device.type == "cpu" and 0 < tensor.nbytes <= _MOST_BYTES
 
 
 def gather_by_sockets(tensor: torch.Tensor) -> torch.Tensor:
-    """Stacks the tensor of all ranks along a new first axis, where `fits_sockets` allows it. Not differentiable."""
+    """Stacks the tensors of all ranks along a new first axis, through sockets. Not differentiable.
+
+    `fits_sockets` must have returned True for the tensor.
+    """
     return torch.ops.kerasdp.gather(tensor.detach().contiguous(), 0, cast(_Sockets, _sockets).size)
 
 

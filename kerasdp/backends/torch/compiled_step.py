@@ -1,8 +1,8 @@
-"""PyTorch: captures the steps of `fit`, `evaluate` and `predict` as one graph each, and compiles it with Inductor.
+"""Captures each step of `fit`, `evaluate` and `predict` as one graph on torch, and compiles it with Inductor.
 
-A training step is one graph: forward pass, loss, gradients, their mean over the replicas, update and metrics. No Python
-runs between the operations. What Keras does on torch (3.15: eager layer calls, or `torch.compile` of them, with a graph
-break at each layer) is slower.
+The graph of a training step holds the forward pass, the loss, the gradients, their average over the replicas, the
+update and the metrics. No Python code runs between these operations. Keras (3.15) runs layers eagerly on torch, or uses
+`torch.compile` with a graph break at each layer. Both are slower.
 """
 
 import abc
@@ -56,16 +56,24 @@ _MOST_GRAPHS = 8
 
 
 class CompiledStep(abc.ABC):
-    """One step of one model, compiled: a graph for each kind of batch.
+    """Compiles one step of one model: one graph for each kind of batch (shapes and dtypes).
 
     Attributes:
-        name: of the step: `train`, `test` or `predict`.
-        variables: that the step reads or changes.
-        reason: why there is no graph for the next kind of batch; empty if there may be.
+        name: the name of the step: `train`, `test` or `predict`.
+        variables: the variables that the step reads or changes.
+        reason: why the next kind of batch gets no graph. Empty: it may get one.
     """
 
     def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any], parts: Any = None):
-        """Made once for each compiled model; `parts`: what this process holds parts of, if it does."""
+        """Runs once for each compiled model.
+
+        Args:
+            strategy: the strategy of the run.
+            steps: the uncompiled steps of the model.
+            name: see `CompiledStep`.
+            variables: see `CompiledStep`.
+            parts: the sharded variables. None: nothing is sharded.
+        """
         from kerasdp.keras_compat.layers import raw_value
 
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
@@ -77,36 +85,42 @@ class CompiledStep(abc.ABC):
 
     @abc.abstractmethod
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
-        """Runs the step on this process's rows; changes `values`, of the variables, in place, and no variable.
+        """Runs the step on this process's rows. It changes `values` in place, and no variable.
 
-        `detail`: how much is recorded.
+        Args:
+            values: the values of the variables.
+            batch: this process's rows.
+            detail: how much the step records.
         """
 
     def kind(self) -> Any:
-        """Returns which weights are trained: on torch Keras freezes a layer at once, with or without `compile`."""
+        """Returns a key of the weights that are trained now. None: the step does not train.
+
+        On torch, Keras freezes a layer at once, with or without `compile`.
+        """
         return self.weights.key() if self.name == "train" else None
 
     def uncompiled(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
-        """Runs the step operation by operation."""
-        self.kind()  # refuses weights that the optimizer does not know
+        """Runs the step operation by operation, without a graph."""
+        self.kind()  # raises for weights that the optimizer does not know
         return self.step(self.values, batch, detail)
 
     def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Any:
-        """Returns the scope of a step's passes, in which variables have these values; see `Parts.scope`."""
+        """Returns the scope in which variables have the given values during a step. See `Parts.scope`."""
         import keras
 
         return keras.StatelessScope(values, collect_losses=True) if self.parts is None else self.parts.scope(values)
 
     def write(self, values: list[torch.Tensor], scope: Any) -> None:
-        """Gives `values` what was assigned in a scope.
+        """Copies the values that were assigned in a scope into `values`.
 
         Raises:
-            ValueError: if others are assigned than the model's: the graph would forget what.
+            ValueError: if the scope assigned to variables that are not the model's. The graph would lose these values.
         """
         if unknown := scope.state_mapping.keys() - {id(variable) for variable in self.variables}:
             raise ValueError(
-                f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
-                "without a SeedGenerator"
+                f"the step assigns to {len(unknown)} variables that are not the model's, for example the seed of a "
+                "keras.random call without a SeedGenerator"
             )
         changed = [
             (variable, value, detached(new))
@@ -117,7 +131,7 @@ class CompiledStep(abc.ABC):
             value.copy_(new)
 
     def __call__(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
-        """Runs the step on a batch; returns its result, or None if it cannot be compiled."""
+        """Runs the compiled step on a batch. Returns its result, or None if the step cannot be compiled."""
         import keras
 
         parts = keras.tree.flatten(tuple(batch[:3]))
@@ -136,22 +150,22 @@ class CompiledStep(abc.ABC):
         return _filled(result, found)
 
     def _compile(self, key: Any, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]) -> None:
-        """Compiles the step for a kind of batch, on all ranks; sets `reason` if one cannot."""
+        """Compiles the step for a kind of batch on all ranks. Sets `reason` if a rank cannot compile it."""
         if len(self.graphs) == _MOST_GRAPHS:
-            self._give_up(f"batches of more than {_MOST_GRAPHS} shapes are not compiled")
+            self._give_up(f"at most {_MOST_GRAPHS} shapes of batches are compiled")
             return
         reason, any_rank, begun = "", self.strategy.processes.any_rank, time.monotonic()
         try:
             graph, result = self._captured(batch, detail, leaves)
         except Exception as error:  # whatever a layer's Python does with fake tensors
             reason = f"{_place(error)} cannot be captured as a graph: {in_a_line(error, 1)}"
-            # cuDNN's kernel of LSTM and GRU cannot be differentiated without its buffer of weights, of which a capture
-            # (torch 2.13) knows nothing. It is as fast as a graph of all of its steps.
+            # The gradient of cuDNN's kernel for LSTM and GRU needs its buffer of weights, which a capture (torch 2.13)
+            # does not know. The kernel is as fast as a graph of all time steps.
             if "weight_buf" in str(error):
-                reason = f"a recurrent layer of {self.model.name} runs by cuDNN's own kernel, which no graph holds"
-        # What Inductor (torch 2.13) takes on CPUs, for nets of 2 to 24 blocks, where its cache has nothing.
+                reason = f"a recurrent layer of {self.model.name} uses cuDNN's kernel, which a graph cannot hold"
+        # The time that Inductor (torch 2.13) takes on CPUs for nets of 2 to 24 blocks, with an empty cache.
         watchdog.current.seconds_to_compile = 20 + 14 * (time.monotonic() - begun)
-        if any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
+        if any_rank(bool(reason)):  # otherwise ranks with different kinds of steps would wait for each other
             self._give_up(reason or "another rank cannot capture the step as a graph")
             return
         try:
@@ -173,9 +187,10 @@ class CompiledStep(abc.ABC):
     def _captured(
         self, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]
     ) -> tuple[torch.fx.GraphModule, Any]:
-        """Returns the step as a graph of the variables' values and these leaves of the batch.
+        """Captures the step as a graph. Its inputs are the values of the variables and the given leaves of the batch.
 
-        Also returns the structure of the step's result. The graph returns its tensors as a flat tuple.
+        Returns:
+            The graph, which returns its tensors as a flat tuple, and the structure of the step's result.
         """
         import keras
 
@@ -189,8 +204,8 @@ class CompiledStep(abc.ABC):
         results = list[Any]()
 
         def step(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            # What is written to a float64 without axes, `aot_autograd` (torch 2.13) loses, since it takes it for a
-            # Python number. Not what is written to a view of it.
+            # `aot_autograd` (torch 2.13) takes a float64 without axes for a Python number, and loses writes to it. It
+            # keeps writes to a view.
             values = [value if value.ndim else value.view(()) for value in inputs[:num_values]]
             data = _filled(tuple(batch[:3]), inputs[num_values:])
             inputs_of_step = DeviceBatch(data[0], data[1], data[2], range(len(batch.indices)))
@@ -214,19 +229,19 @@ class CompiledStep(abc.ABC):
         left = bring_to_device(graph, self.strategy.device)
         if left and not self.graphs and self.strategy.processes.rank == 0:
             report.warn(
-                f"each compiled step of {self.model.name} waits for the CPU, for {', '.join(dict.fromkeys(left))}: "
-                "make tensors by keras.ops, which computes on the GPU"
+                f"each compiled step of {self.model.name} waits for the CPU because of {', '.join(dict.fromkeys(left))}"
+                ": make tensors with keras.ops, which computes on the GPU"
             )
 
 
 class CompiledTraining(CompiledStep):
-    """Compiled training steps of a model: each gives loss, learning rate, Keras' logs and what `observed` recorded."""
+    """Compiles training steps of a model. Each returns loss, learning rate, Keras' logs and recorded values."""
 
     def __init__(self, strategy: Any, steps: RankSteps, parts: Any = None):
         super().__init__(strategy, steps, "train", all_variables(steps.model), parts)
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
-        """See `CompiledStep`."""
+        """Runs a training step (`fit_step`) on this process's rows. See `CompiledStep.step`."""
         replica = RankInGraph(self, values)
         with torch.no_grad(), self.scope(replica.begun) as replica.scope:
             trained = fit_step(replica, batch, detail)
@@ -235,11 +250,11 @@ class CompiledTraining(CompiledStep):
 
 
 class RankInGraph(RankSteps):
-    """Runs one training step on given values of the variables, in a scope that holds what is assigned.
+    """Runs one training step on given values of the variables. A scope holds the values that the step assigns.
 
     Attributes:
-        begun: the variables with these values; weights that are trained as leaves.
-        scope: is set once there is one.
+        begun: pairs of a variable and its value at the start. The values of trained weights are leaves of the gradient.
+        scope: the scope of the step. The caller sets it.
     """
 
     scope: Any
@@ -259,11 +274,11 @@ class RankInGraph(RankSteps):
         self._leaves = [leaves[id(variable)] for variable in self.model.trainable_weights]
         own = {id(each) for each in self.model.trainable_weights if is_next_value(each)}
         if self.parts is not None and self.parts.holds_weights:
-            own |= self.parts.axes.keys()  # of these the backward pass gives this process its own part of the mean
+            own |= self.parts.axes.keys()  # their backward pass returns this process's shard of the mean
         self._buckets = GradientBuckets(self.strategy.split.num_replicas, own, self.parts)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
-        """See `Replica`. With one pass, gradients are sent as they come."""
+        """Computes the gradients of one pass. With a single pass, each gradient is sent as soon as it is computed."""
         from kerasdp.keras_compat.layers import InnerScope
 
         variables = self.model.trainable_weights
@@ -275,11 +290,11 @@ class RankInGraph(RankSteps):
         gradients: list[Any] = []
         if variables:
             gradients = list(torch.autograd.grad(loss, self._leaves, allow_unused=True))
-        scope.write_back(list(map(detached, scope.assigned_values())))  # without what led to them
+        scope.write_back(list(map(detached, scope.assigned_values())))  # without their graph of gradients
         return gradients, global_batch, found
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, torch.Tensor]) -> Callable[[], Received]:
-        """See `Replica`."""
+        """Averages gradients over the replicas and sums `to_reduce`. See `Replica.all_reduce`."""
         variables = self.model.trainable_weights
         if not self._buckets.has_hooks:
             self._buckets.take({id(variable): gradient for variable, gradient in zip(variables, gradients)})
@@ -290,11 +305,11 @@ class RankInGraph(RankSteps):
         return lambda: received
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """See `Replica`."""
+        """Gathers the gradients of sharded weights. Other gradients are returned as given."""
         return gradients if self.parts is None else self.parts.whole_gradients(gradients)
 
     def update(self, update: Callable[[], None]) -> None:
-        """See `Replica`. This rank updates its parts, if it has parts."""
+        """Runs the optimizer's update. With sharded variables, this rank updates only its shards."""
         from kerasdp.keras_compat.layers import InnerScope
 
         optimizer, scope = self.model.optimizer, self.scope
@@ -309,20 +324,20 @@ class RankInGraph(RankSteps):
             stack.enter_context(updating(optimizer))
             updated = stack.enter_context(InnerScope(values))
             update()
-        # Not `assign`, which takes no parts; and of all: Keras (3.15) changes values of an eager step in place.
+        # Not `assign`, which rejects shards. All variables, because Keras (3.15) changes eager values in place.
         for variable, _ in values:
             scope.state_mapping[id(variable)] = updated.get_current_value(variable)
 
 
 class CompiledOwnStep(CompiledStep):
-    """Compiled user-defined training steps of a model, whose gradients are those of `kerasdp.value_and_grad`."""
+    """Compiles user-defined training steps that compute gradients with `kerasdp.value_and_grad`."""
 
     def __init__(self, strategy: Any, steps: RankSteps):
         super().__init__(strategy, steps, "train", variables_of_own_step(steps.model))
         self.optimizers = optimizers_of(steps.model)
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
-        """See `CompiledStep`."""
+        """Runs the user-defined `train_step` on this process's rows. See `CompiledStep.step`."""
         from kerasdp.keras_compat.layers import InnerScope
 
         begun = zip(self.variables, values)
@@ -336,7 +351,7 @@ class CompiledOwnStep(CompiledStep):
 
 
 class CompiledEvaluation(CompiledStep):
-    """Compiled steps of `evaluate` or `predict` of one model: `test` or `predict` of `RankSteps`."""
+    """Compiles steps of `evaluate` or `predict`: the method `test` or `predict` of `RankSteps`."""
 
     def __init__(self, strategy: Any, steps: RankSteps, name: str, parts: Any = None):
         model = steps.model
@@ -345,7 +360,7 @@ class CompiledEvaluation(CompiledStep):
         )
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
-        """See `CompiledStep`."""
+        """Runs `test` or `predict` on this process's rows. See `CompiledStep.step`."""
         with torch.no_grad():
             with self.scope(list(zip(self.variables, values))) as scope:
                 result = getattr(self.steps, self.name)(batch)
@@ -354,24 +369,24 @@ class CompiledEvaluation(CompiledStep):
 
 
 def inductor_options(strategy: Any) -> dict[str, bool]:
-    """Returns the options of Inductor (2.13)."""
+    """Returns the options of Inductor (torch 2.13)."""
     # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
     options = {"layout_optimization": False}
     if strategy.is_gpu and (strategy.split.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
-        # Its first run warms up, the second records, the others replay: on all ranks alike, so NCCL's messages in it
-        # meet. Not seen on several GPUs yet, and so only where it is asked for.
+        # The first run warms up, the second records, later runs replay. All ranks do the same, so NCCL's messages
+        # match. This is untested on several GPUs, so there it needs --compile=cudagraphs.
         options["triton.cudagraphs"] = True
     if strategy.is_gpu and (strategy.split.num_replicas > 1 or strategy.config.deterministic):
-        # It times several ways to sum, and to multiply with padding, and takes the fastest: another one in a resumed
-        # run, or on another rank, whose weights would differ from then on.
+        # By default Inductor times several kernels for sums and padded products, and takes the fastest. A resumed run
+        # or another rank may take another kernel, and its weights would differ from then on.
         options["deterministic"] = True
     return options
 
 
 def _filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Returns a structure with other tensors, in the order in which `keras.tree.flatten` gives them; None stays None.
+    """Replaces the leaves of a structure by tensors, in the order of `keras.tree.flatten`. None stays None.
 
-    `keras.tree.map_structure` (3.15) goes through a dictionary in another order.
+    `keras.tree.map_structure` (3.15) visits a dictionary in another order.
     """
     import keras
 
@@ -381,7 +396,7 @@ def _filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _place(error: Exception) -> str:
-    """Returns the innermost layer in whose call an error was raised, if it is known."""
+    """Returns the name of the innermost layer whose call raised an error, or "the step" if no layer is known."""
     import keras
 
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -391,38 +406,39 @@ def _place(error: Exception) -> str:
 
 # The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
-# In the place of a variable's `id`: what is sent beside gradients.
+# The key of `to_reduce` in a bucket. Gradients have the `id` of their variable.
 _TO_REDUCE = 0
 
 
 class GradientBuckets:
-    """Averages gradients across replicas in buckets, overlapping with the backward pass."""
+    """Averages gradients over replicas in buckets, while the backward pass runs."""
 
     def __init__(self, num_replicas: int, own: set[int], parts: Any = None):
-        """Takes no gradients yet.
+        """Starts with empty buckets.
 
         Args:
-            num_replicas: of the run.
-            own: the variables whose gradients are not averaged, by `id`.
-            parts: that are averaged, if any.
+            num_replicas: the number of replicas in the run.
+            own: the `id`s of variables whose gradients are not averaged.
+            parts: the sharded variables. Their gradients are averaged into shards. None: nothing is sharded.
         """
         self.num_replicas, self.own, self.parts, self.has_hooks = num_replicas, own, parts, False
-        # What waits to be sent, by the id of the variable: gradients that are cut, and all others.
+        # Tensors that wait to be sent, with the `id` of their variable: gradients of sharded variables, and all others.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
-        # Of each bucket that was sent: the ids, and a function that waits for the means.
+        # For each bucket that was sent: the ids, and a function that waits for the means.
         self.sent: list[tuple[Sequence[int], Callable[[], list[torch.Tensor]]]] = []
 
     def register_hooks(self, leaves: dict[int, torch.Tensor]) -> None:
-        """Hooks itself to the leaves: the next backward pass gives each gradient as soon as it has it.
+        """Registers a hook on each leaf, so that the backward pass adds each gradient as soon as it is computed.
 
-        It does not keep the leaves: their hooks refer to it, and gradients in a cycle stay until Python collects it.
+        The buckets keep no reference to the leaves. The hooks refer to the buckets, and a reference cycle would keep
+        gradients until Python's garbage collector runs.
         """
         self.has_hooks = True
         for key, leaf in leaves.items():
             leaf.register_hook(lambda gradient, key=key: self.take({key: gradient}))
 
     def take(self, gradients: dict[int, torch.Tensor | None]) -> None:
-        """Takes gradients by the id of their variable; sends those that fill a bucket."""
+        """Adds gradients, by the `id` of their variable, to the buckets. Sends each bucket that is full."""
         for key, gradient in gradients.items() if self.num_replicas > 1 else ():
             if gradient is None or key in self.own:
                 continue
@@ -454,9 +470,9 @@ class GradientBuckets:
     def mean(
         self, gradients: list[torch.Tensor | None], variables: list[Any], to_reduce: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Returns the averaged gradients of these variables, and the sum of `to_reduce`.
+        """Returns the averaged gradients of the given variables, and the sum of `to_reduce`.
 
-        `to_reduce` is sent together with the last gradients: each collective costs a wait for all ranks.
+        `to_reduce` is sent together with the last gradients, because each collective waits for all ranks.
         """
         if self.num_replicas == 1:
             return gradients, to_reduce
@@ -470,6 +486,6 @@ class GradientBuckets:
 
 
 def _sums(sent: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Waits for the sums of tensors that were joined and sent."""
+    """Waits for the sum of concatenated tensors, and splits it into tensors of the original shapes."""
     parts = wait(sent).split([tensor.numel() for tensor in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors)]

@@ -1,4 +1,4 @@
-"""PyTorch: trains a replica in each process, with DistributedDataParallel."""
+"""Trains one replica of the model in each PyTorch process, with DistributedDataParallel."""
 
 import collections
 import contextlib
@@ -23,38 +23,39 @@ from kerasdp.step.replica import TrainedWeights
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
 
-# Steps after which compiling (10 to 60 s) pays off, by the kind of device. A GPU saves more of each: of ResNet-18 there
-# are 270 kernels in one CUDA graph, or 900 operations from Python.
+# The number of steps from which compiling (10 to 60 s) pays off, by the kind of device. On a GPU each step saves more:
+# ResNet-18 runs 270 kernels in one CUDA graph instead of 900 operations from Python.
 _WORTH_COMPILING = {"cpu": 1000, "cuda": 200}
 
 
 class DataParallel(TorchStrategy):
-    """A replica of the model in each process. See `kerasdp.contract.Strategy`.
+    """Trains one replica of the model in each process. Implements `kerasdp.contract.Strategy`.
 
     Attributes:
-        statistics_group: the processes, in a group for what batch norms exchange; None: that of the run.
+        statistics_group: the process group in which batch norms exchange statistics. None: the default group of the
+            run.
     """
 
     statistics_group: Any = None
 
     def __init__(self, devices: Devices, config: Config):
-        """Joins the process group. Call before Keras is imported."""
+        """Joins the process group. It must run before Keras is imported."""
         super().__init__(devices, config)
         self.split = Split(devices.count, (self.processes.rank, devices.count))
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings this process's rows to its device."""
+        """Copies this process's rows of a batch to its device."""
         return self.put_batch(batch)
 
     def parts_of(self, model: Any) -> Any:
-        """Returns the `kerasdp.scale.torch_shards.Parts` of a model that this process holds; None if it holds all."""
+        """Returns the sharded variables of a model, as `kerasdp.scale.torch_shards.Parts`. None: nothing is sharded."""
         return None
 
     def open_statistics_group(self, model: Any) -> None:
-        """Opens a group of its own for the statistics of a model's batch norms, if there are any to exchange.
+        """Creates a process group for batch norm statistics, if the model has synchronized batch norms.
 
-        NCCL's messages of one group follow each other: statistics, for which the next layer waits, would come after up
-        to 25 MiB of gradients that were given before.
+        NCCL sends the messages of one group in order. In the default group, statistics would queue after up to 25 MiB
+        of gradients. The next layer would wait for them.
         """
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.same.layers import BatchNormalization
@@ -64,11 +65,11 @@ class DataParallel(TorchStrategy):
             self.statistics_group = torch.distributed.new_group(timeout=timeout_of(self.config))
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Makes train, test and predict functions that work on all replicas.
+        """Makes the train, test and predict functions of this replica.
 
         Args:
             model: a built Keras model.
-            run_state: says how many steps there will be, and of how many rows: whether compiling pays off.
+            run_state: holds the number of steps and the batch size. They decide whether compiling pays off.
         """
         from kerasdp.backends.torch.compiled_step import CompiledOwnStep, CompiledTraining
 
@@ -80,8 +81,8 @@ class DataParallel(TorchStrategy):
         is_own = "train_step" in steps.own
         if parts is not None:
             parts.require_steps_of_keras(steps.own)
-        # The first user-defined step runs uncompiled, and tells whether it can be captured: one in the form of torch's
-        # guide cannot, and an attempt would move what it counts in Python.
+        # The first user-defined step runs uncompiled. It shows whether the step can be captured. A step written as in
+        # Keras' guide for torch cannot, and an attempt would change its counters in Python.
         is_captured = not is_own
         num_trained = collections.Counter[Any]()
 
@@ -105,7 +106,7 @@ class DataParallel(TorchStrategy):
                 with numbers_made_on(self.device):
                     done = compiled.uncompiled(batch, detail)
             elif done is None:
-                # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
+                # Wrap again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
                 if parallel_for != (trained := weights.key()):
                     steps.module = model
                     steps.module, parallel_for = steps.distributed(batch), trained
@@ -120,7 +121,7 @@ class DataParallel(TorchStrategy):
     def _evaluation_function(
         self, name: str, run_state: RunState, steps: RankSteps, parts: Any
     ) -> Callable[[DeviceBatch], Any]:
-        """Makes the function `test` or `predict`."""
+        """Makes the function that runs `test` or `predict` on a batch."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
 
         compiled: CompiledEvaluation | None = None
@@ -150,12 +151,12 @@ class DataParallel(TorchStrategy):
         return evaluate
 
     def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
-        """See `Strategy`."""
+        """Calls a function in the single replica of this process. See `Strategy.each_replica`."""
         with without_numbers() if is_traced else contextlib.nullcontext():
             return [function()]
 
     def shard_steps(self, model: Any) -> RankSteps:
-        """See `Strategy`."""
+        """Returns the `RankSteps` of a model."""
         return RankSteps(self, model)
 
     def _compiles(
@@ -166,14 +167,14 @@ class DataParallel(TorchStrategy):
         batch: DeviceBatch,
         seen: collections.Counter[Any],
     ) -> bool:
-        """Returns whether a step is compiled. The step of a batch that is not full never is.
+        """Returns whether a step is compiled. The step of a batch that is not full is never compiled.
 
         Args:
-            model: whose step it is.
-            num_steps: there are to come; None if that is not known.
-            batch_size: rows of a full batch.
-            batch: of the step.
-            seen: counts the batches of each shape where `num_steps` is not known; the same on all ranks.
+            model: the model of the step.
+            num_steps: the expected number of steps. None: unknown.
+            batch_size: the number of rows in a full batch.
+            batch: the batch of the step.
+            seen: counts batches by shape if `num_steps` is None. The counts are the same on all ranks.
         """
         choice, enough = self.config.compile, _WORTH_COMPILING[self.device.type]
         if model.run_eagerly or choice == "off" or len(batch.indices) != batch_size:
@@ -182,15 +183,16 @@ class DataParallel(TorchStrategy):
             return True
         if num_steps is not None:
             return num_steps >= enough
-        # As many as were seen may be to come. A resumed run begins to count again, which --deterministic must not show.
+        # Expect as many steps as were seen. A resumed run counts from 0, so with --deterministic nothing is compiled.
         shapes = shapes_of(batch[:3])
         seen[shapes] += 1
         return seen[shapes] > enough and not self.config.deterministic
 
     def _steps_to_compile(self, run_state: RunState) -> int | None:
-        """Returns the steps of this process, in which compiling pays off or not; None if not known.
+        """Returns the number of steps that decides whether compiling pays off. None: unknown.
 
-        With --deterministic a resumed run decides as the one before it did, or they would differ by round-off.
+        These are the steps that this process runs. With --deterministic they are all steps of the run. So a resumed run
+        decides as the first run did, and the results do not differ by rounding errors.
         """
         if run_state.num_steps is None or self.config.deterministic:
             return run_state.num_steps

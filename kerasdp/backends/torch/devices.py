@@ -1,4 +1,4 @@
-"""PyTorch: the devices of a run, a process each: chosen, started, joined, and given data."""
+"""Chooses PyTorch devices, starts and joins one process per device, and copies batches to the devices."""
 
 import collections
 import dataclasses
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
 
 
-# Batches of tf.data and what is sent to another process lie in memory that nobody may write, and nobody does.
+# Batches of tf.data, and batches from other processes, are in read-only memory. No code writes to them.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 # By the kind of a run's devices.
@@ -49,10 +49,10 @@ _KERAS_DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
-    """Chooses the devices; does not start CUDA, so processes may be started afterwards.
+    """Chooses the devices of a run. It does not start CUDA, so worker processes can still be started.
 
     Raises:
-        AlreadyStartedError: if the run is this process's, and Keras makes its tensors on another kind of device.
+        AlreadyStartedError: if the run uses this process, and Keras already creates tensors on another kind of device.
     """
     # `device_count` also counts GPUs of a driver that is too old for torch's CUDA.
     num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -60,9 +60,9 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if config.num_devices not in (None, num_ranks):
             raise UserError(
-                f"--gpus: expected {num_ranks}, the processes that {cluster.source} starts on this machine, each with "
-                f"one device. Received: {config.num_devices}; let it start as many as there are devices, and leave "
-                "--gpus out"
+                f"--gpus: expected {num_ranks}, because {cluster.source} starts {num_ranks} processes on this machine, "
+                f"one per device. Received: {config.num_devices}; leave --gpus out, and let {cluster.source} start "
+                "one process per device"
             )
         num_found = min(num_found, 1)
     devices = choose_devices(config, num_found, cluster=cluster, is_rank=cluster is not None)
@@ -70,34 +70,37 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         devices = dataclasses.replace(devices, reason="Apple's GPU, mps, is not used: nobody has tried kerasdp on it")
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
     if (cluster or devices.count == 1) and "keras" in sys.modules and wanted != known:
-        raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
+        raise AlreadyStartedError(f"Keras is already imported, and uses torch's device {known}")
     return devices
 
 
 def _keras_device() -> str:
-    """Returns on which device of torch Keras works: it (3.15) asks once, at import."""
+    """Returns the kind of torch device on which Keras works. Keras (3.15) chooses it once, when it is imported."""
     found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     return (os.environ.get("KERAS_TORCH_DEVICE") or found).partition(":")[0]
 
 
 def device_of_process(devices: Devices, config: Config) -> torch.device:
-    """Returns this process's device. Makes it the default of torch and Keras: call before Keras is imported."""
+    """Returns this process's device, and makes it the default of torch and Keras.
+
+    It must run before Keras is imported.
+    """
     if config.deterministic:
-        # Algorithms alone that give the same bits each time; where there is none torch raises
-        # (docs.pytorch.org/docs/2.13/notes/randomness.html). cuBLAS sums in a workspace whose size says how; it is
-        # read when CUDA starts.
+        # Only algorithms with bit-equal results each time. Where there is none, torch raises an error
+        # (docs.pytorch.org/docs/2.13/notes/randomness.html). The order of sums in cuBLAS depends on the size of its
+        # workspace, which is read when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        # One for all ranks, which compile the same at the same moment: Inductor (2.13) renames finished files into
-        # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
-        # By itself it takes, and runs what is in, a folder of /tmp whose name and maker may be anybody's.
+        # One folder for all ranks, which compile the same code at the same moment. Inductor (2.13) renames finished
+        # files into place, and compiles C++ under a file lock. So no rank reads an unfinished file.
+        # By default it runs code from a folder in /tmp that any user may have made.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder("torch") or _folder_of_run()
     is_gpu = devices.kind == "gpu"
     os.environ["KERAS_TORCH_DEVICE"] = _KERAS_DEVICES[devices.kind]  # see `_keras_device`
     if not is_gpu:
         return torch.device("cpu")
-    # A process may see its own alone.
+    # A process may see only its GPU.
     is_alone = devices.count == 1 or torch.cuda.device_count() == 1
     device = torch.device("cuda", 0 if is_alone else int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -109,21 +112,21 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
     return device
 
 
-@functools.cache  # it is there for as long as the process
+@functools.cache  # the folder exists until the process ends
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True)
 
 
 def _folder_of_run() -> str:
-    """Returns a folder that ends with the run, and that nobody else can enter."""
+    """Returns a folder that no other user can enter. It is deleted when the run ends."""
     worker = outcome.current
     return _temporary_folder().name if worker is None else worker.folder
 
 
 def timeout_of(config: Config) -> timedelta:
-    """Returns how long torch waits in a collective.
+    """Returns the timeout of torch's collectives.
 
-    That is longer than the watchdog's timeout, so that its more specific error comes first.
+    It is longer than the watchdog's timeout. So the watchdog's error, which is more specific, comes first.
     """
     if config.hang_timeout == 0:
         return timedelta(days=365)
@@ -131,12 +134,12 @@ def timeout_of(config: Config) -> timedelta:
 
 
 def join_processes(devices: Devices, device: torch.device, config: Config) -> Processes:
-    """Joins the process group of the run, where it has several processes.
+    """Joins the process group of the run, if the run has several processes.
 
     Args:
-        devices: of the run.
-        device: of this process.
-        config: the choices of the run.
+        devices: the devices of the run.
+        device: the device of this process.
+        config: the settings of the run.
     """
     if devices.count == 1:
         return SingleProcess()
@@ -170,37 +173,37 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
 
 
 def listen_on_loopback() -> None:
-    """Lets Gloo and NCCL listen on loopback alone. By default they listen at the address of the machine's name."""
+    """Makes Gloo and NCCL listen on loopback only. By default they listen at the address of the machine's name."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for library in ("GLOO", "NCCL"):
         os.environ[f"{library}_SOCKET_IFNAME"] = loopback
 
 
 class TorchStrategy(Strategy):
-    """What the strategies of this backend share.
+    """Holds the code that all strategies of the torch backend share.
 
     Attributes:
-        config: of the run.
-        device: of this process.
-        is_gpu: whether it is one.
+        config: the settings of the run.
+        device: the device of this process.
+        is_gpu: whether the device is a GPU.
     """
 
     def __init__(self, devices: Devices, config: Config):
-        """Joins the process group. Call before Keras is imported."""
+        """Joins the process group. It must run before Keras is imported."""
         self.config = config
         self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device, config)
-        # Of each thread, whether it may copy batches: this one trains, and may.
+        # Whether each thread is ready to copy batches. This thread trains, and is ready.
         self._threads = threading.local()
         self._threads.is_ready = True
 
     def put_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings inputs, targets and sample weights to the device.
+        """Copies inputs, targets and sample weights to the device.
 
-        A reading thread gets this process's GPU, and a stream of its own, on which batches are copied. A new thread's
-        GPU is the first one of the host: what it pins would start CUDA there, which takes some hundred MB of that GPU's
-        memory for each rank. Its stream is the one of the steps, behind which copies would queue.
+        A reader thread first selects this process's GPU, and a separate stream for its copies. Without this, a new
+        thread uses the first GPU of the host. Pinning memory would then start CUDA on that GPU, which takes some
+        hundred MB of its memory per rank. The copies would also use the stream of the steps, and wait for them.
         """
         if self.is_gpu and not hasattr(self._threads, "is_ready"):
             torch.cuda.set_device(self.device)
@@ -209,11 +212,11 @@ class TorchStrategy(Strategy):
         return put_batch(batch, self.device)
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all ranks that have them."""
+        """Returns the paths of variables, including seeds, that are not bit-equal on all ranks that hold them."""
         return self.differing(compared_variables(model, state_only))
 
     def differing(self, own: "list[keras.Variable]") -> list[str]:
-        """Returns the paths of those of some variables that are not bit-equal on all ranks that name them."""
+        """Returns the paths of the given variables that are not bit-equal on all ranks that hold them."""
 
         def digest(variable: "keras.Variable") -> bytes:
             array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
@@ -230,12 +233,12 @@ class TorchStrategy(Strategy):
         return [path for (path, _), digests in found.items() if len(digests) > 1]
 
     def peak_memory_bytes(self) -> int:
-        """See `Strategy`."""
+        """Returns the peak memory in bytes: of the GPU if there is one, else of the process."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else super().peak_memory_bytes()
 
 
 def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
-    """Brings inputs, targets and sample weights to a device."""
+    """Copies inputs, targets and sample weights of a batch to a device."""
     import keras
 
     def to_device(leaf: np.ndarray | None) -> torch.Tensor | None:
@@ -248,7 +251,7 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
         return keras.tree.map_structure(to_device, data)
 
     def put_once(data: Structure) -> Structure:
-        # Not from pinned memory, of which PyTorch (2.13) takes the next power of two, and gives nothing back.
+        # Not from pinned memory: PyTorch (2.13) rounds its size up to a power of two, and never frees it.
         return keras.tree.map_structure(lambda leaf: torch.from_numpy(np.ascontiguousarray(leaf)).to(device), data)
 
     inputs = batch.inputs
@@ -264,9 +267,10 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
 
 
 def _hand_over(tensors: list[torch.Tensor | None], device: torch.device) -> None:
-    """Waits until tensors are on the device, in the thread that copies them on a stream of its own.
+    """Waits until tensors are on the device, if this thread copies on a separate stream.
 
-    Their memory is not given to the next batch before the steps, which run on the default stream, have used them.
+    It also marks the tensors as used by the default stream, on which the steps run. Their memory is then reused only
+    after these steps.
     """
     stream, of_steps = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if stream == of_steps:
@@ -277,26 +281,26 @@ def _hand_over(tensors: list[torch.Tensor | None], device: torch.device) -> None
     stream.synchronize()
 
 
-# What each process imports, and needs the most time for.
+# The modules that each process imports, and that take the most time.
 _PRELOAD = ["torch", "keras", "kerasdp.training.runner", "kerasdp.backends.torch.data_parallel"]
 
 
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
-    """Calls `worker(devices, settings, train)` in a process for each device; returns what rank 0 returned.
+    """Calls `worker(devices, settings, train)` in one process per device. Returns the result of rank 0.
 
-    A single device needs no other process, nor does a rank that torchrun has started: `worker` then runs in this one.
-    Otherwise this process watches over them.
+    With a single device, or in a rank that torchrun has started, `worker` runs in this process. Otherwise this process
+    watches the worker processes.
 
     Raises:
-        UserError: if `train` refers to something that cannot be sent to other processes.
-        RunError: the error of the first worker that failed. All others are ended first.
+        UserError: if `train` refers to an object that cannot be sent to other processes.
+        RunError: the error of the first worker that failed. All other workers are stopped first.
     """
     if devices.cluster is not None:
         return _started_rank(worker, devices, settings, train)
     num_local = devices.count
     if num_local == 1:
         return worker(devices, settings, train)
-    # The processes share the cores; torch would give each of them all, and Inductor (2.13) up to 32 processes besides.
+    # The processes share the cores. By default torch gives each all cores, and Inductor (2.13) up to 32 processes.
     share = str(max(1, (os.cpu_count() or 1) // num_local))
     threads = {name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
     return run_workers(
@@ -304,15 +308,15 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
         (worker, devices, settings, train),
         names=[f"rank {number}" for number in range(num_local)],
         variables=lambda number: threads | {"RANK": str(number), "LOCAL_RANK": str(number)},
-        # Forked from a process that has imported them, unless there are GPUs, which such a process may have looked for;
-        # on macOS what torch loads may have begun threads.
+        # Workers are forked from a process that has imported these modules. Not with GPUs, which this process may have
+        # looked for, and not on macOS, where torch's libraries may have started threads.
         preload=None if torch.cuda.device_count() or sys.platform != "linux" else _PRELOAD,
     )
 
 
 @record  # so that torchrun shows the first error of all ranks
 def _started_rank(worker: Callable[..., Any], *args: Any) -> Any:
-    """Runs in the process of a rank that torchrun has started, or that gets its place in the same way."""
+    """Runs `worker` in a process that torchrun or another launcher has started as one rank."""
     try:
         return worker(*args)
     except Exception as error:
@@ -322,7 +326,7 @@ def _started_rank(worker: Callable[..., Any], *args: Any) -> Any:
 
 
 def _rank(worker: Callable[..., Any], *args: Any) -> Any:
-    """Runs in the process of a rank."""
+    """Runs `worker` in a process that `start_workers` has started as one rank."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which was read where torch was imported
     result = worker(*args)
     leave_process_group()

@@ -1,6 +1,6 @@
-"""PyTorch: gradients of steps that people write.
+"""Computes the gradients of user-defined steps on torch.
 
-Loaded by the backend's name.
+`kerasdp.value_and_grad` imports this module by the name of the backend.
 """
 
 import contextlib
@@ -16,15 +16,16 @@ from kerasdp.keras_compat.patches import current_step, step_with, wrapped
 def differentiate(
     compute: Callable[[list[Any]], tuple[Any, Any]], values: list[Any], variables: list[Any]
 ) -> tuple[Any, Any, list[Any]]:
-    """Computes a value, and takes its gradients: see `kerasdp.value_and_grad`.
+    """Computes a value and its gradients. Implements `kerasdp.value_and_grad`.
 
     Args:
-        compute: returns a scalar and what else there is, from tensors, or with variables that hold them.
-        values: tensors by which the scalar is differentiated.
-        variables: that hold them; empty where they are an argument.
+        compute: takes tensors, and returns a scalar and auxiliary results.
+        values: the tensors for which gradients of the scalar are computed.
+        variables: the variables that hold `values`. Empty: `compute` uses only its argument.
 
     Returns:
-        The scalar, what else there is, and the gradients: None for what the scalar does not depend on.
+        The scalar, the auxiliary results, and the gradients. A gradient is None if the scalar does not depend on the
+        value.
     """
     import keras
 
@@ -33,7 +34,7 @@ def differentiate(
     next(_calls)
     is_inner = current_step().differentiates  # then its gradients are differentiated in turn
     with torch.enable_grad():
-        # A view of each argument: what the function reads of it in other ways does not count.
+        # A view of each argument. If the function reads the original tensor elsewhere, that has no gradient.
         own = [value if variables else value.view_as(value) for value in values]
         own = [value if value.requires_grad else value.detach().requires_grad_() for value in own]
         others = [(variable, new) for variable, new, old in zip(variables, own, values) if new is not old]
@@ -44,7 +45,7 @@ def differentiate(
         if value.requires_grad:
             gradients = [*torch.autograd.grad(value, own, create_graph=is_inner, allow_unused=True)]
     assigned = scope.assigned_values()
-    if not is_inner:  # what holds no graph may be kept
+    if not is_inner:  # the caller may keep values that hold no graph
         value, aux, assigned = keras.tree.map_structure(detached, (value, aux, assigned))
     scope.write_back(assigned)
     return value, aux, gradients
@@ -54,19 +55,22 @@ _calls = itertools.count()
 
 
 def num_differentiated() -> int:
-    """Returns a number that has grown by more than 1 since the last call if `differentiate` was called."""
+    """Returns a counter. It grows by more than 1 between two calls if `differentiate` ran in between."""
     return next(_calls)
 
 
 def detached(leaf: Any) -> Any:
-    """Returns a tensor without what led to it; others as they are."""
+    """Detaches a tensor from its gradient graph. Returns other objects unchanged."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` see means.
+    """Returns a context in which torch's functions that clip gradients see gradients averaged over the ranks.
 
-    `mean`: of gradients, over the ranks, where a step wants that.
+    These functions are `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
+
+    Args:
+        mean: averages gradients over the ranks, if the step needs it.
     """
 
     def of_means(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:

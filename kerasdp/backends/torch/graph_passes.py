@@ -1,4 +1,4 @@
-"""Rewrites a captured step: removes what Keras (3.15) adds. The results stay the same."""
+"""Rewrites captured PyTorch steps to run faster with the same results. Rejects steps that a graph would change."""
 
 import itertools
 import operator
@@ -16,7 +16,10 @@ _FEW_NODES = 24
 
 
 def refuse_exchanges(graph: Graph) -> None:
-    """Raises if a variable is given what another held: Inductor (2.13) may read that after it was changed."""
+    """Raises `ValueError` if a step assigns one variable's value to another variable.
+
+    Inductor (2.13) may read this value after it was changed.
+    """
     same = (_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.view.default)
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         held, source = node.args
@@ -25,22 +28,26 @@ def refuse_exchanges(graph: Graph) -> None:
         while source.target in same:
             source = source.args[0]
         if source.op == "placeholder" and source is not held:
-            raise ValueError("a variable is assigned the value of another")
+            raise ValueError("a variable is assigned the value of another variable")
 
 
 def refuse_draws(graph: Graph) -> None:
-    """Raises if layers that are computed twice (`kerasdp::after`) may draw by torch's generator: other numbers then."""
+    """Raises `ValueError` if layers that are computed twice may draw from torch's random generator.
+
+    The second computation would draw other values. `kerasdp::after` marks these layers in the graph.
+    """
     draws = [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
     if draws and any(str(node.target) == "kerasdp.after.default" for node in graph.nodes):
-        raise ValueError(f"{draws[0].target} draws by torch's generator, in a step with --remat")
+        raise ValueError(f"{draws[0].target} draws from torch's random generator in a step with --remat")
 
 
 def bring_to_device(module: torch.fx.GraphModule, device: torch.device) -> list[str]:
-    """Brings what a step has on the CPU to its GPU; returns the names of nodes that stay, for which each step waits.
+    """Moves CPU tensors of a captured step to its GPU. Returns the names of the nodes that stay on the CPU.
 
-    Keras (3.15) makes tensors of numbers and NumPy arrays in each call. A capture (torch 2.13) keeps numbers on the
-    GPU, where kernels read each from memory: here they become part of the kernels. It keeps arrays on the CPU, and
-    copies them in each step: here they are copied once.
+    Each step waits for a node that stays. Keras (3.15) makes tensors of numbers and NumPy arrays in each call. A
+    capture (torch 2.13) keeps such numbers on the GPU, and kernels read them from memory. This pass makes them
+    constants of the kernels. A capture keeps arrays on the CPU, and copies them in each step. This pass copies them
+    once.
     """
     left = []
     for found in _groups_on_cpu(module) if device.type != "cpu" else ():
@@ -64,7 +71,7 @@ def bring_to_device(module: torch.fx.GraphModule, device: torch.device) -> list[
 
 
 def _groups_on_cpu(module: torch.fx.GraphModule) -> list[list[Node]]:
-    """Returns the nodes whose results are on the CPU, in groups that use one another's."""
+    """Returns the nodes whose results are on the CPU. Connected nodes form one group."""
     ahead = {node for node in module.graph.nodes if any(value.device.type == "cpu" for value in _values(module, node))}
     groups = []
     for first in module.graph.nodes:
@@ -80,21 +87,21 @@ def _groups_on_cpu(module: torch.fx.GraphModule) -> list[list[Node]]:
 
 
 def _values(module: torch.fx.GraphModule, node: Any) -> list[torch.Tensor]:
-    """Returns the tensors that a node gives, without numbers in them unless they are constants."""
+    """Returns the tensors that a node outputs. Tensors of constants hold values, and other tensors are fake tensors."""
     value = getattr(module, node.target) if node.op == "get_attr" else node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _constant_of(module: torch.fx.GraphModule, node: Any) -> torch.Tensor | None:
-    """Returns the tensor that a node stands for if it was made in the step; None if not, since it may change."""
+    """Returns the tensor of a node that is a constant of the step. None: it is no constant, so it may change."""
     if node.op != "get_attr" or any(user.target is not _aten.lift_fresh_copy.default for user in node.users):
         return None
     return next(iter(_values(module, node)), None)
 
 
 def _can_move(module: torch.fx.GraphModule, node: Node) -> bool:
-    """Returns whether a node on the CPU gives the same elsewhere: it draws nothing, and brings nothing there."""
+    """Returns whether a CPU node can move to the GPU: it must not be random, and its inputs must be on the CPU."""
     if node.op == "get_attr":
         return _constant_of(module, node) is not None
     target: Any = node.target
@@ -118,16 +125,17 @@ def _move(module: torch.fx.GraphModule, node: Any, device: torch.device) -> None
 
 
 def _has_effect(node: Node) -> bool:
-    """Returns whether a node may do more than give a result: of operations that are not torch's, nothing is known."""
+    """Returns whether a node may have side effects. This is assumed of all operations that are not torch's."""
     is_torchs = getattr(node.target, "namespace", "") in ("aten", "prims") or node.target is operator.getitem
     return node.is_impure() or (node.op == "call_function" and not is_torchs)
 
 
 def keep_channels_last(graph: Graph) -> None:
-    """Stores the outputs of convolutions of one-channel images with channels last, as Keras has them.
+    """Stores the outputs of convolutions of one-channel images with channels last, as Keras does.
 
-    The layout of such images is ambiguous, and Inductor (2.13) takes it for NCHW. A pass over such activations together
-    with their gradients, which have channels last, takes ten times as long where nothing else is fused into it.
+    The layout of one-channel images is ambiguous, and Inductor (2.13) takes it for NCHW. The gradients of the outputs
+    have channels last. A pass over outputs and gradients takes ten times as long if their layouts differ, unless
+    Inductor fuses it with other operations.
     """
     for convolution in graph.find_nodes(op="call_function", target=_aten.convolution.default):
         image, output = convolution.args[0].meta["val"], convolution.meta["val"]
@@ -140,16 +148,16 @@ def keep_channels_last(graph: Graph) -> None:
 
 
 def number_messages(graph: Graph) -> None:
-    """Numbers the messages through sockets: ranks whose compilers order them differently then see it."""
+    """Numbers the socket messages of a graph. So ranks notice if their compilers ordered the messages differently."""
     for tag, gather in enumerate(graph.find_nodes(op="call_function", target=torch.ops.kerasdp.gather.default)):
         gather.args = (gather.args[0], tag, gather.args[2])
 
 
 def overlap_parts(graph: Graph) -> None:
-    """Lets weights and gradients of which each rank has a part travel while others are used.
+    """Reorders a graph so that sharded weights and gradients are sent while other operations run.
 
-    A weight begins to be gathered before the one that comes before it is waited for, so that two are on their way or in
-    use; a sum of gradients is waited for where the optimizer needs it.
+    The gather of a weight starts before the step waits for the previous weight. So two weights are being gathered or
+    used at a time. The step waits for a sum of gradients only when the optimizer needs it.
     """
     gathers, sums = gatherings_and_sums(graph)
     for before, gather in itertools.pairwise(gathers):

@@ -1,4 +1,4 @@
-"""Holds all private names of torch in use."""
+"""Collects all private names of PyTorch that kerasdp uses."""
 
 import contextlib
 import functools
@@ -16,24 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 @contextlib.contextmanager
 def tensors_let_go() -> Iterator[None]:
-    """Returns the context in which a recomputation keeps no tensors once it has ended.
+    """Returns a context in which a recomputation frees its tensors when it ends.
 
-    Torch 2.13 ends it by an exception, `torch.utils.checkpoint._StopRecomputationError`, as soon as all is there that
-    was saved; Keras (3.15) makes another of it in each layer. Their frames hold what the layers computed until Python's
-    collector comes: of a GPT the most that a step needs is 1.4 times as much.
+    Torch 2.13 stops a recomputation with the exception `torch.utils.checkpoint._StopRecomputationError`, as soon as all
+    saved tensors are computed. Keras (3.15) raises another exception from it in each layer. The frames of these
+    exceptions keep the layers' tensors until Python's garbage collector runs. Without this context, the peak memory of
+    a GPT step is 1.4 times as high.
     """
     ends = torch.utils.checkpoint._StopRecomputationError
     try:
         yield
     except ends as error:
         one: BaseException | None = error
-        while isinstance(one, ends):  # an error that somebody handles meanwhile keeps its own
+        while isinstance(one, ends):  # an error that other code handles now keeps its frames
             traceback.clear_frames(one.__traceback__)
             one.__traceback__, one.__context__, one = None, None, one.__context__
         raise
 
 
-# Torch 2.13: of lists of tensors. The public optimizers count steps, and divide by them, themselves.
+# Torch 2.13: functions of lists of tensors. The public optimizers count steps themselves, and divide by the count.
 foreach_mul, foreach_mul_ = torch._foreach_mul, torch._foreach_mul_
 fused_adam_, fused_sgd_ = torch._fused_adam_, torch._fused_sgd_
 
@@ -41,17 +42,18 @@ fused_adam_, fused_sgd_ = torch._fused_adam_, torch._fused_sgd_
 def compile_with_inductor(
     graph: torch.fx.GraphModule, inputs: list[Any], num_static: int, options: dict[str, bool]
 ) -> Callable[..., Any]:
-    """Compiles a graph of tensors; nothing runs.
+    """Compiles a graph of tensors with Inductor. It runs no step.
 
-    Torch 2.13: `torch._inductor.compile_fx`. The public `torch.compile` walks through the whole graph once more, and
-    looks at each input again before each call.
+    Torch 2.13: `torch._inductor.compile_fx`. The public `torch.compile` traces the whole graph again. It also checks
+    each input before each call.
 
     Args:
-        graph: of `make_fx`.
-        inputs: as those that it will get.
-        num_static: so many inputs, the first ones, stay where they are in memory. Else Inductor makes no CUDA graph of
-            a step that changes them. It knows that only of the graphs that `torch.compile` makes: by these marks.
-        options: of Inductor.
+        graph: a graph that `make_fx` made.
+        inputs: tensors like the inputs of later calls.
+        num_static: this many inputs, the first ones, keep their place in memory. Otherwise Inductor makes no CUDA graph
+            of a step that changes them. It reads this from marks that only `torch.compile` sets, so this function sets
+            them.
+        options: the options of Inductor.
     """
     from torch._dynamo.source import LocalSource
     from torch._inductor.compile_fx import compile_fx
@@ -73,10 +75,10 @@ def compile_with_inductor(
 
 @functools.cache
 def _lower_updates() -> None:
-    """Lets Inductor compute what reads a weight before an update changes it.
+    """Makes Inductor read a weight before an update changes the weight.
 
-    Torch 2.13: `torch._inductor.ir.FallbackKernel` enters itself into the program, then what reads the tensors that it
-    changes and is not computed yet: that would read new values.
+    Torch 2.13: `torch._inductor.ir.FallbackKernel` first adds itself to the program. Then it adds the pending reads of
+    the tensors that it changes. These reads would return new values.
     """
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.virtualized import V
@@ -92,9 +94,9 @@ def _lower_updates() -> None:
 
 
 def force_strides() -> Callable[..., torch.Tensor]:
-    """Returns the operation by which a graph keeps a tensor in a memory layout through Inductor.
+    """Returns the operation that makes Inductor keep the memory layout of a tensor.
 
-    Torch 2.13: `torch.ops.prims.inductor_force_stride_order`; no public name.
+    Torch 2.13: `torch.ops.prims.inductor_force_stride_order` has no public name.
     """
     import torch._inductor.inductor_prims  # makes it; seconds that a run without --compile need not wait
 
@@ -102,25 +104,25 @@ def force_strides() -> Callable[..., torch.Tensor]:
 
 
 def without_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Returns the context in which tensors have shapes and types, and nothing is computed.
+    """Returns a context in which tensors have only shapes and types. Nothing is computed.
 
-    Torch 2.13: `FakeTensorMode`; no public name.
+    Torch 2.13: `FakeTensorMode` has no public name.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_being_captured(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor holds no numbers, since a graph is being captured of what is done with it.
+    """Returns whether a tensor has no values because a graph is being captured.
 
-    Torch 2.13: `FakeTensor`. The public `torch.compiler.is_compiling` knows of `torch.compile`, not of `make_fx`.
+    Torch 2.13: `FakeTensor`. The public `torch.compiler.is_compiling` detects `torch.compile`, but not `make_fx`.
     """
     return isinstance(tensor, FakeTensor)
 
 
 def leave_process_group() -> None:
-    """Leaves the process group of the run, if there is one, once no CUDA graph holds a message of its.
+    """Leaves the process group of the run, if there is one. First it frees the CUDA graphs that hold messages.
 
-    Torch 2.13: `torch._inductor.cudagraph_trees`, if it was ever imported; NCCL waits for graphs that hold its kernels.
+    NCCL waits for graphs that hold its kernels. Torch 2.13: `torch._inductor.cudagraph_trees`, if it was imported.
     """
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
@@ -130,27 +132,29 @@ def leave_process_group() -> None:
 
 
 def all_gather_functional(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Concatenates a tensor of all ranks of a group along its first axis, as an operation that a graph can hold.
+    """Concatenates a tensor of all ranks along its first axis, as an operation that a graph can hold.
 
-    Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which is not captured.
+    Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which cannot be captured.
     """
     name, size = _name_of(group), dist.get_world_size(group)
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, name))
 
 
 def all_reduce_async(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Starts to sum a tensor over the ranks of a group, as an operation that a graph can hold; see `wait`.
+    """Starts to sum a tensor over the ranks of a group, as an operation that a graph can hold.
 
-    Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which is not captured.
+    `wait` returns the result. Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place,
+    which cannot be captured.
     """
     return torch.ops._c10d_functional.all_reduce(tensor, "sum", _name_of(group))
 
 
 def reduce_scatter_async(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts to sum a flat tensor over all ranks, of which each gets one part of equal size; see `wait`.
+    """Starts to sum a flat tensor over all ranks. Each rank gets one shard of the sum. `wait` returns the result.
 
-    By NCCL it is the sum. Gloo (torch 2.13) takes longer to sum parts than wholes, so it only sends: the result is what
-    each rank has given for this one's part, one after the other, to be added.
+    All shards have the same size. With NCCL the result is this rank's shard of the sum. Gloo (torch 2.13) takes longer
+    to sum shards than whole tensors, so here it only exchanges them. The result is then this rank's shard from each
+    rank, concatenated. The caller adds these shards.
     """
     name, size = _name_of(None), dist.get_world_size()
     if dist.get_backend() == "nccl":
@@ -160,7 +164,7 @@ def reduce_scatter_async(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gatherings_and_sums(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
-    """Returns the nodes of a captured step that begin to gather tensors, and those of `reduce_scatter_async`."""
+    """Returns the nodes of a captured step that start a gather, and the nodes of `reduce_scatter_async`."""
     functional = torch.ops._c10d_functional
 
     def calls_of(*operations: Any) -> list[Any]:
@@ -173,20 +177,21 @@ def gatherings_and_sums(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor was changed in place. Torch 2.13: `Tensor._version`; no public name."""
+    """Returns how often a tensor was changed in place. Torch 2.13: `Tensor._version` has no public name."""
     return tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns what is the same number for two tensors, as long as both are there, if they share their memory.
+    """Returns a number that is equal for two tensors if, and only if, they share memory.
 
-    Torch 2.13: `UntypedStorage._cdata`. The public `data_ptr` is 0 while a step is captured.
+    It is valid while both tensors exist. Torch 2.13: `UntypedStorage._cdata`. The public `data_ptr` is 0 while a step
+    is captured.
     """
     return tensor.untyped_storage()._cdata
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for an `all_reduce_async`, and returns its result."""
+    """Waits for the result of `all_reduce_async` or `reduce_scatter_async`, and returns it."""
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch: what the ranks of a run exchange beside tensors: objects, flags, and batches that one of them reads."""
+"""Exchanges objects, flags and batches between the ranks of a PyTorch run."""
 
 import datetime
 import hmac
@@ -19,23 +19,24 @@ T = TypeVar("T")
 
 # A rank may wait at the end of the training function for as long as another one works there.
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=365)
-# What ranks exchange: all of them the same at a time.
+# Kinds of exchange. All ranks must make the same kind at a time.
 _OBJECT, _FLAG, _LATER = range(3)
-# Of a message's tag, which has 31 bits, so many are of its number on its scatter.
+# A message's tag has 31 bits. This many bits hold the number of the message in its scatter.
 _BITS_OF_NUMBERS = 20
 
 
 class GlooProcesses:
-    """`kerasdp.processes.ranks.Processes` over a group of Gloo's, also where the gradients go by NCCL.
+    """Implements `kerasdp.processes.ranks.Processes` with a Gloo group, also if gradients are sent with NCCL.
 
-    Its messages never wait for the messages of a step. All ranks make it together, once the process group is there.
+    Its messages never wait for the messages of a step. All ranks create it together, after the run's process group
+    exists.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        """Makes the group.
+        """Creates the Gloo group.
 
         Args:
-            key: only the ranks of this run know it. None: the network is trusted.
+            key: a secret that only the ranks of this run know. None: the network is trusted.
 
         Raises:
             WorkerError: if a program that does not know the key has connected to this rank.
@@ -48,29 +49,32 @@ class GlooProcesses:
         self._scatter_numbers = itertools.count()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """See `Processes`."""
+        """Returns the value of each rank, in the order of the ranks."""
         self._begin_maximum(_OBJECT, 0)()
         found: list[Any] = [None] * self.num_processes
         dist.all_gather_object(found, value, group=self._group)
         return found
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """See `Processes`."""
+        """Returns the maximum over the ranks of the numbers in the previous call, or 0 in the first call.
+
+        The delay means that no rank waits for another rank.
+        """
         last, self._last = self._last, self._begin_maximum(_LATER, number)
         return 0 if last is None else last()
 
     def any_rank(self, flag: bool) -> bool:
-        """See `Processes`."""
+        """Returns whether the flag is set on any rank."""
         return self._begin_maximum(_FLAG, flag)() > 0
 
     def open_scatter(self) -> "GlooScatter":
-        """See `Processes`."""
+        """Returns a scatter whose messages never mix with the messages of another scatter."""
         return GlooScatter(self._group, self.rank, self.num_processes, next(self._scatter_numbers))
 
     def _check_peers(self, key: bytes) -> None:
-        """Raises `WorkerError` unless a rank of this run is at the other end of each connection of the group.
+        """Raises `WorkerError` unless a rank of this run is at the other end of each connection.
 
-        Gloo (torch 2.13) accepts any program that connects to its port, and what comes over the group is unpickled.
+        Gloo (torch 2.13) accepts any program that connects to its port, and messages of the group are unpickled.
         """
         proofs = [
             torch.frombuffer(bytearray(hmac.digest(key, b"%d" % rank, "sha256")), dtype=torch.uint8)
@@ -80,17 +84,17 @@ class GlooProcesses:
         others = [rank for rank in range(self.num_processes) if rank != self.rank]
         works = [dist.isend(proofs[self.rank], group=self._group, group_dst=rank) for rank in others]
         works += [dist.irecv(received[rank], group=self._group, group_src=rank) for rank in others]
-        for work in works:  # before this may raise: Gloo takes back what is sent but not waited for
+        for work in works:  # before this may raise: Gloo cancels messages that are not waited for
             if work is not None:
                 work.wait()
         for rank in others:
             if not torch.equal(received[rank], proofs[rank]):
-                raise WorkerError(f"another program has connected to rank {self.rank}, in the place of rank {rank}")
+                raise WorkerError(f"another program has connected to rank {self.rank} instead of rank {rank}")
 
     def _begin_maximum(self, kind: int, number: int) -> Callable[[], int]:
-        """Begins an exchange; returns a function that waits for the maximum of the ranks' numbers.
+        """Starts to compute the maximum of a number over the ranks. Returns a function that waits for it.
 
-        Ranks that begin exchanges of different kinds see it: their maximum is not their minimum.
+        The ranks also compare the kinds of their exchanges. If the kinds differ, the function raises `UserError`.
         """
         tensor = torch.tensor([number, kind, -kind], device="cpu")
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -99,10 +103,10 @@ class GlooProcesses:
             work.wait()
             largest, *kinds = tensor.tolist()
             if sum(kinds):
-                place = error_text.calling_line() or "its end"
+                place = error_text.calling_line() or "the end of the training function"
                 raise UserError(
-                    f"the ranks do different things: rank {self.rank}, at {place}, and another one wait for each other "
-                    f"in different calls: {ALIKE}"
+                    f"the ranks do different things: rank {self.rank} waits at {place}, and another rank waits in a "
+                    f"different call: {ALIKE}"
                 )
             return int(largest)
 
@@ -110,14 +114,17 @@ class GlooProcesses:
 
 
 class GlooScatter:
-    """`kerasdp.processes.ranks.Scatter` over a group of Gloo's: messages of any threads, each with its own tag."""
+    """Implements `kerasdp.processes.ranks.Scatter` with a Gloo group.
+
+    Any thread may use it, because each message has a separate tag.
+    """
 
     def __init__(self, group: Any, rank: int, num_processes: int, channel: int):
         self.rank, self.num_processes = rank, num_processes
         self._group, self._channel = group, channel % 2 ** (31 - _BITS_OF_NUMBERS)
 
     def __call__(self, values: list[Any], number: int) -> Any:
-        """See `kerasdp.processes.ranks.Scatter`."""
+        """Sends one value from rank 0 to each rank. Returns the value for this rank. See `Scatter`."""
         tag = self._channel << _BITS_OF_NUMBERS | number % 2**_BITS_OF_NUMBERS
         if self.rank:
             length = torch.empty(1, dtype=torch.int64, device="cpu")
@@ -130,6 +137,6 @@ class GlooScatter:
             content = torch.from_numpy(np.frombuffer(pickle.dumps(values[rank], protocol=5), np.uint8))
             for message in (torch.tensor([len(content)], device="cpu"), content):
                 sent.append((dist.isend(message, group=self._group, group_dst=rank, tag=tag), message))
-        for work, _ in sent:  # whose memory is there until then
+        for work, _ in sent:  # `sent` keeps the memory of the messages until then
             work.wait()
         return values[0]

@@ -1,4 +1,4 @@
-"""PyTorch: trains and evaluates on the global batch, of which each rank has its shard."""
+"""Trains and evaluates on the global batch with PyTorch. Each rank computes its shard."""
 
 import contextlib
 import functools
@@ -27,16 +27,16 @@ class RankSteps(ShardSteps):
 
     @torch.no_grad()
     def train(self, batch: DeviceBatch, detail: Detail) -> Trained:
-        """Trains on the global batch, operation by operation; `module` is what `distributed` gives. See `fit_step`."""
+        """Runs one training step (`fit_step`), operation by operation. `module` must be the result of `distributed`."""
         for variable in self.model.trainable_weights:  # Keras' (3.15) `zero_grad` knows one of those that share a path
             variable.value.grad = None
         return fit_step(self, batch, detail)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
-        """See `Replica`.
+        """Computes the gradients of one pass. See `Replica.differentiate`.
 
-        `.grad` adds up the gradients of all passes. DistributedDataParallel averages it in the last backward pass, in
-        buckets as they come. The passes before return None for each weight.
+        `.grad` adds up the gradients of all passes. In the last backward pass DistributedDataParallel averages it over
+        the ranks in buckets. Earlier passes return None for each weight.
         """
         variables = self.model.trainable_weights
         is_exchanged = one.is_last or not hasattr(self.module, "no_sync")
@@ -47,7 +47,7 @@ class RankSteps(ShardSteps):
         return [variable.value.grad if one.is_last else None for variable in variables], global_batch, found
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, torch.Tensor]) -> Callable[[], Received]:
-        """See `Replica`."""
+        """Averages the gradients that DistributedDataParallel does not average, and sums `to_reduce` over the ranks."""
         from kerasdp.keras_compat.layers import is_next_value
 
         variables = self.model.trainable_weights
@@ -58,45 +58,48 @@ class RankSteps(ShardSteps):
         return lambda: (gradients, to_reduce)
 
     def update(self, update: Callable[[], None]) -> None:
-        """See `Replica`."""
+        """Runs the optimizer's update without waiting for the device."""
         with updating(self.model.optimizer):
             update()
 
     @torch.no_grad()
     def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> ShardPass:
-        """See `ShardSteps`."""
+        """Runs a forward pass of training on this rank's rows, without gradients. See `ShardSteps.shard_pass`."""
         return super().shard_pass(batch, with_loss)
 
     def largest(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """See `ShardSteps`."""
+        """Returns the largest value of each tensor element over the ranks. None stays None."""
         own = {str(place): tensor for place, tensor in enumerate(tensors) if tensor is not None}
         joined = flat(own)
         found = {} if joined is None else unflat(gather_by_group(joined).amax(0), own)
         return [found.get(str(place)) for place in range(len(tensors))]
 
     def rank(self) -> int:
-        """See `ShardSteps`."""
+        """Returns the rank of this process."""
         return self.strategy.processes.rank
 
     def gather_statistics(self, statistics: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """See `ShardSteps`."""
+        """Stacks the batch norm statistics of all ranks. See `ReplicaContext.gather`."""
         return gather_statistics(statistics, self.strategy.statistics_group, weight)
 
     def gather_shards(self, rows: torch.Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> torch.Tensor:
-        """See `ShardSteps`."""
+        """Gathers the rows of all ranks, without padding. See `ShardSteps.gather_shards`."""
         return gather_shards(rows, own, replicas, gather_rows)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `ShardSteps`."""
+        """Sums a tensor over the ranks."""
         return wait(all_reduce_async(tensor))
 
     def sums(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `ShardSteps`."""
+        """Sums tensors over the ranks in one all-reduce."""
         joined = flat(tensors)
         return {} if joined is None else unflat(self.add_up(joined), tensors)
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
-        """See `ShardSteps`."""
+        """Runs a user-defined step on this rank's rows. Returns Keras' logs and the records of a trial.
+
+        `kerasdp.step.custom_steps.Share` describes these records. Without a trial there are no records.
+        """
         import keras
 
         from kerasdp.keras_compat.models import as_keras_gives
@@ -111,10 +114,10 @@ class RankSteps(ShardSteps):
                 logs, found = run_on_shard(
                     model, name, batch[:3], context, sum_over_ranks, self.build_optimizer, is_trial
                 )
-        return keras.tree.map_structure(detached, logs), found  # or they would hold what led to them
+        return keras.tree.map_structure(detached, logs), found  # or they would keep the graph of gradients
 
     def distributed(self, batch: DeviceBatch) -> Any:
-        """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
+        """Wraps the model in DistributedDataParallel, if it has gradients to average over several ranks."""
         model, strategy = self.model, self.strategy
         # DistributedDataParallel refuses a model without trainable weights.
         if strategy.split.num_replicas == 1 or not model.trainable_weights:
@@ -122,26 +125,28 @@ class RankSteps(ShardSteps):
         used = self._used_weights(batch)
         if not used:
             return model
-        # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
-        # loss, and makes new tensors of the outputs, without their masks.
+        # `find_unused_parameters` (2.13) would search from the outputs instead of the loss. It would also replace the
+        # outputs by new tensors without masks.
         parallel = torch.nn.parallel.DistributedDataParallel(
             TrainedModel(model, used),
             device_ids=[strategy.device] if strategy.is_gpu else None,
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
         if strategy.split.num_replicas > 2:
-            # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as
-            # they came. Where in a message a number stands decides in which order those of the ranks are added: the
-            # first step after a resume would differ by round-off. The sum of two is the same in any order.
+            # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, by
+            # arrival. The place of a value in a message decides in which order the ranks' values are added. The first
+            # step after a resume would differ by rounding errors. A sum of two values is the same in any order.
             self.loss(parallel, batch).backward()
             for variable in model.trainable_weights:
                 variable.value.grad = None
         return parallel
 
     def loss(self, module: Any, batch: DeviceBatch) -> Any:
-        """Returns the loss of a batch, or of its first micro-batch, by the model, or its wrapper.
+        """Returns the loss of a batch, or of its first micro-batch. It changes no variable.
 
-        It leaves no trace in any variable.
+        Args:
+            module: the model, or the module that wraps it.
+            batch: this rank's rows.
         """
         import keras
 
@@ -154,7 +159,10 @@ class RankSteps(ShardSteps):
             return self.loss_of_pass(first, outputs, context).loss
 
     def _used_weights(self, batch: DeviceBatch) -> list[Any]:
-        """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
+        """Returns the values of the weights that the loss depends on.
+
+        Weights of an output without a loss are left out.
+        """
         from kerasdp.keras_compat.layers import is_next_value
 
         used, seen, ahead = set(), set(), [self.loss(self.model, batch).grad_fn]
@@ -169,9 +177,9 @@ class RankSteps(ShardSteps):
 
 
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
-    """Takes the mean over the ranks of gradients that DistributedDataParallel does not know.
+    """Averages the gradients that DistributedDataParallel does not know over the ranks.
 
-    Those of weights that the first batch's loss did not depend on: a part of the model may come into use later.
+    The loss of the first batch did not depend on their weights. A part of the model may come into use later.
     """
     known = {id(value) for value in parallel.module.weights} if hasattr(parallel, "module") else set()
     for variable in variables:
@@ -182,7 +190,7 @@ def reduce_others(parallel: Any, variables: list[Any]) -> None:
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Joins tensors into one, of the widest of their types; None if there are none. See `unflat`."""
+    """Concatenates tensors into one flat tensor of the widest dtype. Returns None if there are no tensors."""
     if not tensors:
         return None
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
@@ -190,25 +198,30 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def unflat(joined: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Takes apart what `flat` has joined of these tensors, or sums of it."""
+    """Splits a flat tensor into tensors with the shapes and dtypes of `tensors`.
+
+    Args:
+        joined: the result of `flat`, or a sum of such results over the ranks.
+        tensors: the tensors that `flat` concatenated.
+    """
     if joined is None:
         return {}
     parts = joined.split([tensor.numel() for tensor in tensors.values()])
     return {name: part.reshape(tensor.shape).to(tensor.dtype) for part, (name, tensor) in zip(parts, tensors.items())}
 
 
-# Bytes of an array up to which it is sent from pinned memory, which PyTorch (2.13) keeps once it was used.
+# Arrays of up to this many bytes are sent from pinned memory, which PyTorch (2.13) never frees.
 _SMALL = 2**16
 
 
 class HostCopy:
-    """A number on its way from a GPU to the host.
+    """Copies a scalar from a GPU to the host without blocking.
 
-    To read it is to wait for the step that computed it; `.item()` waits for all that the GPU was given since.
+    Reading the value waits only for the step that computed it. `.item()` waits for all work that the GPU got since.
     """
 
     def __init__(self, value: torch.Tensor):
-        """Sends it, once what the GPU was given so far is done."""
+        """Starts the copy. It runs after the work that the GPU has got so far."""
         self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self._value.copy_(value.detach(), non_blocking=True)
         self._is_sent = torch.cuda.Event()
@@ -222,25 +235,25 @@ class HostCopy:
         return np.asarray(float(self), dtype)
 
     def is_ready(self) -> bool:
-        """Returns whether the GPU has computed it."""
+        """Returns whether the GPU has computed and sent the value."""
         return self._is_sent.query()
 
 
 def to_host(value: Any) -> Any:
-    """Returns a number that can be read later without a wait for what follows: on a GPU a `HostCopy`.
+    """Returns a scalar that can be read later without waiting for later steps. On a GPU it is a `HostCopy`.
 
     Args:
-        value: a tensor of one number; what is not on a GPU (None, a Python number) is returned as it is.
+        value: a tensor with one value. None, Python numbers and CPU tensors are returned unchanged.
     """
     return HostCopy(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
 
 def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which a GPU fills in the numbers that Python gives to an eager step; elsewhere no change.
+    """Returns a context in which the GPU fills in Python numbers in eager steps. On the CPU it changes nothing.
 
-    Keras (3.15) makes a tensor of each Python number by `torch.as_tensor`, a step of a small net 30 of them. For that
-    PyTorch (2.13) copies the number from the host, and waits until the GPU has it, and so all that was given before.
-    For other threads, as those that read data, nothing changes. Unneeded once Keras fills numbers in.
+    Keras (3.15) makes a tensor of each Python number with `torch.as_tensor`, 30 times in a step of a small net. PyTorch
+    (2.13) copies the number from the host, and waits until the GPU has it. So it also waits for all earlier work. Other
+    threads, such as data readers, are not changed. This context is not needed once Keras fills in numbers itself.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
@@ -261,10 +274,11 @@ def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[N
 
 
 class TrainedModel(torch.nn.Module):
-    """Calls a model, and has the weights that are trained as parameters: each once, and no others.
+    """Wraps a model as a torch module. Its parameters are exactly the trained weights, each once.
 
-    A Keras (3.15) model as a module knows its weights by their paths, of which two may be equal, and those that it had
-    when it was built, so that DistributedDataParallel would leave some alone and wait for others.
+    A Keras (3.15) model is also a torch module, but it identifies weights by path, and two paths may be equal. It also
+    keeps the list of weights from the time when it was built. DistributedDataParallel would skip some weights, and wait
+    for other weights.
     """
 
     def __init__(self, model: Any, weights: list[Any]):

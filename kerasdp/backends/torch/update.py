@@ -1,7 +1,7 @@
-"""PyTorch: updates all weights in one call by the formulas of Keras' optimizers, eagerly or as a node of a graph.
+"""Updates all weights on torch in one call, with the formulas of Keras' optimizers, eagerly or in a graph.
 
-As one node, an update costs a capture and Inductor nothing. Operation by operation it is two thirds of the graph of a
-GPT, and more than half of the time that Inductor (torch 2.13) takes.
+In a graph the update is one node. It takes no time to capture, and none in Inductor. As separate operations, the update
+is two thirds of the graph of a GPT. It then takes more than half of Inductor's time (torch 2.13).
 """
 
 import contextlib
@@ -16,16 +16,17 @@ from kerasdp.backends.torch.private import foreach_mul, foreach_mul_, fused_adam
 
 @contextlib.contextmanager
 def updating(optimizer: Any) -> Iterator[None]:
-    """Lets an optimizer of Keras update the weights without a wait for the device; an update can be captured.
+    """Returns a context in which a Keras optimizer updates weights without waiting for the device.
 
-    What cannot be helped: `gradient_accumulation_steps` asks in each eager step whether it is time to update.
+    A graph can hold this update. One wait remains: with `gradient_accumulation_steps`, each eager step waits to read
+    whether to update.
     """
     import keras
 
     from kerasdp.keras_compat import optimizers
 
-    # The way of these two (Keras 3.15) to update all variables in one call reads numbers. The kernel for Adam on GPUs
-    # (torch 2.13) takes a rate in float32 alone.
+    # Nadam and Adadelta (Keras 3.15) read values on the host when they update all variables in one call. The kernel for
+    # Adam on GPUs (torch 2.13) takes only a float32 rate.
     is_one_by_one = isinstance(optimizer, (keras.optimizers.Nadam, keras.optimizers.Adadelta)) or (
         keras.config.floatx() == "float64" and torch.cuda.is_available()
     )
@@ -43,10 +44,13 @@ def _update(
     velocities: list[torch.Tensor], rate: torch.Tensor, decay: torch.Tensor | None, decays: list[bool],
     numbers: list[float],
 ) -> None:  # fmt: skip
-    """See `kerasdp.keras_compat.optimizers.updating_at_once`."""
+    """Updates weights of one dtype with torch's fused Adam or SGD.
+
+    `kerasdp.keras_compat.optimizers.updating_at_once` describes the arguments.
+    """
     if decay is not None and any(decays):
         foreach_mul_([weight for weight, is_decayed in zip(weights, decays) if is_decayed], decay)
-    # The kernels go through the memory of a tensor from its first number to its last.
+    # The kernels go through the memory of a tensor from its first value to its last.
     lists = weights, momentums, velocities
     values, firsts, seconds = ([tensor.contiguous() for tensor in tensors] for tensors in lists)
     given = [gradient.to(value.dtype).contiguous() for gradient, value in zip(gradients, values)]
@@ -61,7 +65,7 @@ def _update(
             eps=epsilon, amsgrad=False, maximize=False,
         )  # fmt: skip
     else:
-        # PyTorch multiplies what it adds to a weight by the rate, Keras what it adds to a momentum.
+        # PyTorch applies the rate when it updates a weight, Keras when it updates a momentum.
         momentum, nesterov = numbers
         fused_sgd_(
             values, list(foreach_mul(given, -rate)), firsts, weight_decay=0.0, momentum=momentum, lr=-1.0,
