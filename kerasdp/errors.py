@@ -192,6 +192,7 @@ def say_how_it_ends(error: RunError | KeyboardInterrupt) -> int:
     line = str(error) if isinstance(error, PreemptedError) else f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         line = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
+        line = f"\n{line}" if sys.stderr.isatty() else line  # else it would be on the line of the progress bar
     print(line, file=sys.stderr, flush=True)
     return error.exit_code if isinstance(error, RunError) else _EXIT_CODE_OF_INTERRUPT
 

@@ -116,3 +116,15 @@ def values(argv: Sequence[str] = ()) -> dict[str, Any]:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         given["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
     return {name: value for name, value in given.items() if value is not None}
+
+
+def of_program() -> dict[str, Any]:
+    """Returns the flags that the program defines itself, by name; `launch` has no arguments for them."""
+    choices = {choice.flag for choice in choices_of(Config).values()}
+    if not flags.FLAGS.is_parsed():
+        return {}
+    return {
+        name: value if isinstance(value, (bool, int, float, list)) or value is None else str(value)
+        for name, value in flags.FLAGS.flag_values_dict().items()
+        if name not in choices and not str(flags.FLAGS.find_module_defining_flag(name)).startswith("absl.")
+    }

@@ -21,7 +21,7 @@ flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as convnet, or f
 flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
 flags.DEFINE_string("data_dir", None, "Folder of the data set images.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
-flags.DEFINE_float("learning_rate", None, "Learning rate. Default: the one of --optimizer.")
+flags.DEFINE_float("learning_rate", None, "Learning rate. Default: as in --optimizer.")
 kerasdp.flags.define("device", "batch_size", "seed", "max_steps", "workdir",
                      device="auto", batch_size=64, max_steps=2)  # fmt: skip
 

@@ -24,7 +24,7 @@ flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as convnet, or f
 flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
 flags.DEFINE_string("data_dir", None, "Folder of the data set images.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
-flags.DEFINE_float("learning_rate", None, "Learning rate. Default: the one of --optimizer.")
+flags.DEFINE_float("learning_rate", None, "Learning rate. Default: as in --optimizer.")
 flags.register_validator("device_counts", lambda counts: all(map(str.isdecimal, counts)), "expected such as 1,2,4")
 # In TF32, the default precision of GPUs, all trainings would differ.
 kerasdp.flags.define("device", "precision", "batch_size", "batch_norm", "compile", "seed", "max_steps", "workdir",

@@ -20,7 +20,7 @@ import kerasdp
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
-flags.DEFINE_float("learning_rate", None, "Learning rate at the start. Default: the one of --optimizer.")
+flags.DEFINE_float("learning_rate", None, "Learning rate at the start. Default: as in --optimizer.")
 flags.DEFINE_bool("decay", False, "Lower the learning rate to 0 along a cosine.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
 flags.DEFINE_string("model", "lenet", "mlp, lenet, convnet, resnet18, resnet50, or file.py:function.")

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import functools
 import os
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,6 +177,9 @@ def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: i
         cut = max(1, len(paths) // 5)
         test_paths, test_labels = [paths[index] for index in order[:cut]], labels[order[:cut]]
         paths, labels = [paths[index] for index in order[cut:]], labels[order[cut:]]
+
+    names = textwrap.shorten(", ".join(classes), 200, placeholder=" ...")
+    print(f"{data_dir}: {len(paths)} images, and {len(test_paths)} held out, of {len(classes)} classes: {names}")
 
     def source(paths: list[str], labels: np.ndarray) -> Source:
         decode = functools.partial(_labelled_image, size=size, channels=channels)

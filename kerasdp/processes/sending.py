@@ -120,7 +120,9 @@ def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
     lines = {name: linecache.getlines(name) for name in names if not os.path.exists(name)}
     texts = {name: (len("".join(text)), None, text, name) for name, text in lines.items() if text}
     absl_flags: Any = sys.modules.get("absl.flags")
-    flag_values = absl_flags.FLAGS.flag_values_dict() if absl_flags and absl_flags.FLAGS.is_parsed() else {}
+    values: Any = absl_flags.FLAGS if absl_flags and absl_flags.FLAGS.is_parsed() else {}
+    of_absl = [name for name in values if values.find_module_defining_flag(name).startswith("absl.")]
+    flag_values = {name: values[name].value for name in values if name not in of_absl}
     keras: Any = sys.modules.get("keras")
     if keras is None:
         return of_main, texts, {}, {}, flag_values

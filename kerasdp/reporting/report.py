@@ -1,6 +1,7 @@
 """Formats the lines that a run prints, and the content of report.json."""
 
 import dataclasses
+import importlib
 import os
 import statistics
 import sys
@@ -48,8 +49,11 @@ class Facts:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Returns the configuration of the run as JSON values."""
-        return {"model": self.model, "dataset": self.data or None, "epochs": self.epochs} | self.config.as_dict()
+        """Returns the configuration of the run as JSON values, with the flags that its program defines."""
+        found = {"model": self.model, "dataset": self.data or None, "epochs": self.epochs} | self.config.as_dict()
+        if "absl.flags" in sys.modules:
+            found["flags"] = importlib.import_module("kerasdp.flags").of_program()
+        return found
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:

@@ -74,13 +74,13 @@ Draw = Callable[[tuple[Any, ...], Any, Any], Any]
 def _by(make: Maker, *choices: Any) -> Draw:
     """Returns a `Draw` that computes random words and passes them to `make`, together with `choices`.
 
-    On TensorFlow this is one compiled function, from the key to the output of `make`. Otherwise the words would be
-    int32 tensors between operations, which TensorFlow (2.21) keeps in host memory on GPUs. Then a dropout mask would be
-    computed on the host.
+    On JAX and TensorFlow this is one compiled function, from the key to the output of `make`. Otherwise TensorFlow
+    (2.21) would keep the words, which are int32 tensors, in host memory on GPUs. Then it would compute a dropout mask
+    on the host.
     """
 
     def draw(shape: tuple[Any, ...], state: Any, first: Any) -> Any:
-        if keras.backend.backend() == "tensorflow":
+        if keras.backend.backend() != "torch":
             state, first = ops.convert_to_tensor(state), ops.convert_to_tensor(first, "int32")
             return _compiled(make)(state, first, shape, choices)
         return _drawn(make, state, first, shape, choices)
@@ -91,7 +91,8 @@ def _by(make: Maker, *choices: Any) -> Draw:
 @functools.cache
 def _compiled(make: Maker) -> Callable[..., Any]:
     """Returns a separate compiled function for each maker; its compilation depends on the shape and the choices."""
-    return importlib.import_module("kerasdp.backends.tensorflow.xla").compiled(functools.partial(_drawn, make))
+    xla = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.xla")
+    return xla.compiled(functools.partial(_drawn, make))
 
 
 def _drawn(make: Maker, state: Any, first: Any, shape: tuple[Any, ...], choices: tuple[Any, ...]) -> Any:

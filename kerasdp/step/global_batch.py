@@ -60,9 +60,9 @@ def per_sample(definition: Definition) -> Definition:
     whole batch are gathered. The losses and metrics of Keras need no declaration.
 
     Args:
-        definition: a loss function that returns a value (or values) for each sample, shape `(samples, ...)`; a subclass
-            of `keras.losses.Loss` whose `call` returns that; or a subclass of `keras.metrics.Metric` whose variables
-            are sums over the samples.
+        definition: a loss or a metric. A loss function returns values for each sample, shape `(samples, ...)`. So does
+            the `call` of a subclass of `keras.losses.Loss`. The variables of a subclass of `keras.metrics.Metric` are
+            sums over the samples.
 
     Returns:
         `definition`.

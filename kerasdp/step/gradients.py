@@ -34,7 +34,7 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
         of its variable or tensor; it is None if the value does not depend on it.
 
     Raises:
-        UserError: on a call, if there are no variables or tensors, if one is not of a floating-point type, or if
+        UserError: on a call without variables or tensors, or with one that has no floating-point type. Also if
             `function` does not return a scalar.
 
     Example:

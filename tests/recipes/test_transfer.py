@@ -92,8 +92,8 @@ def check_batch_norm(files, path):
     ("name", "weights", "words"),
     [
         ("MobileNet9", "none", "--backbone: expected one of ConvNeXtBase, .* Received: 'MobileNet9'"),
-        ("MobileNetV2", "nowhere.h5", "--weights=nowhere.h5 cannot be made .* the path to the weights file"),
-        ("VGG16", "none", r"--backbone: VGG16 with --weights=none cannot be made for images of shape \(8, 8, 3\)"),
+        ("MobileNetV2", "nowhere.h5", "--weights=nowhere.h5 cannot be loaded .* the path to the weights file"),
+        ("VGG16", "none", r"--backbone: VGG16 with --weights=none cannot be loaded for images of shape \(8, 8, 3\)"),
     ],
 )
 def test_a_backbone_that_cannot_be_had(name, weights, words):

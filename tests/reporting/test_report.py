@@ -63,6 +63,7 @@ def test_files(tmp_path):
     files.close()
     config = json.loads((tmp_path / "config.json").read_text())
     assert config.pop("versions")["python"]
+    config.pop("flags", None)
     assert [config.pop(name) for name in ("model", "dataset", "epochs")] == ["lenet", of.data or None, of.epochs]
     assert Config(**config) == of.config
     (line,) = (tmp_path / "steps.jsonl").read_text().splitlines()

@@ -44,7 +44,7 @@ def ran(tmp_path, monkeypatch):
 def test_a_model_that_a_checkpoint_names_is_not_built(name, architecture, ran, tmp_path):
     """Where it holds no layers, or layers that are not known."""
     path = saved(DENSE, tmp_path, architecture=architecture, model=name.format(folder=tmp_path))
-    with pytest.raises(UserError, match="load_model: .*; build the model yourself, and give it") as caught:
+    with pytest.raises(UserError, match="load_model: .*; build the model, and pass it") as caught:
         kerasdp.load_model(path)
     assert "\n" not in str(caught.value)
 
@@ -198,5 +198,5 @@ def test_a_url_leads_to_no_templates(url, ran, tmp_path):
     program = "{{ cycler.__init__.__globals__.os.mkdir('" + str(ran) + "') }}"
     references = {"version": 1, "gen": [{"key": "a{{i}}", "url": program, "dimensions": {"i": [0]}}], "refs": {}}
     (tmp_path / "references.json").write_text(json.dumps(references))
-    with pytest.raises(UserError, match="may hold templates, and those are code"):
+    with pytest.raises(UserError, match="is a reference file system, which is not allowed because it can execute code"):
         folder_at(url.format(fo=tmp_path / "references.json")).names()

@@ -31,16 +31,13 @@ PLACES = ("kerasdp", "recipes", "flags", "benchmarks", "docs", "README.md", "CON
 
 @functools.cache
 def written():
-    """All files that people read, as (name, text); of the changelog what is not released."""
+    """All files that people read, as (name, text)."""
     found = []
     for place in PLACES:
         path = ROOT / place
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.suffix in (".py", ".md", ".flags"):
-                text = file.read_text()
-                is_changelog = file.name == "CHANGELOG.md"
-                read = re.split(r"\n## (?!Unreleased)", text)[0] if is_changelog else text
-                found.append((file.relative_to(ROOT), read))
+                found.append((file.relative_to(ROOT), file.read_text()))
     return found
 
 
