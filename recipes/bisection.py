@@ -1,12 +1,13 @@
-"""Finds the operation that two backends compute differently, in the forward pass, its gradient, or an update.
+"""Finds the first operation that two backends compute differently.
 
     python recipes/bisection.py --model=lenet                      # the first two backends that are installed
     python recipes/bisection.py --model=my_model.py:build --backends=jax,tensorflow --max_steps=3
 
-Expected: exit code 0 and "nothing differs"; or 1, with the operation, its call, shapes and values; inputs.npz in the
-workdir then holds what the operation got. Half a minute on two CPU cores.
+It compares the operations of the forward pass, their gradients, and the update of the weights. Each step runs without
+compilation on one device, in float64. There round-off is far smaller than any bug.
 
-Each step runs without compilation on one device, in float64, in which only mistakes are left.
+Expected: "nothing differs" and exit code 0, in half a minute on two CPU cores. If an operation differs, the exit code
+is 1. The output then shows the operation with its call, shapes and values. Its inputs are in inputs.npz in the workdir.
 """
 
 import os
@@ -16,10 +17,10 @@ from absl import app, flags
 import kerasdp
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("backends", None, "Two backends. Default: the first two that are installed.")
+flags.DEFINE_list("backends", None, "Two backends to compare. Default: the first two installed.")
 flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as convnet, or file.py:function.")
 flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
-flags.DEFINE_string("data_dir", None, "Folder of the data set images.")
+flags.DEFINE_string("data_dir", None, "Folder of images, for --dataset=images only.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
 flags.DEFINE_float("learning_rate", None, "Learning rate. Default: as in --optimizer.")
 kerasdp.flags.define("device", "batch_size", "seed", "max_steps", "workdir",
@@ -27,12 +28,12 @@ kerasdp.flags.define("device", "batch_size", "seed", "max_steps", "workdir",
 
 
 def make_data():
-    """Runs in each process. Yours may return `(x, y)`."""
+    """Loads the data set. Runs in the process of each backend."""
     return kerasdp.load_data(FLAGS.dataset, FLAGS.data_dir)
 
 
 def make_model():
-    """Runs in each process, after the backend is chosen. Yours may return any compiled Keras model."""
+    """Builds and compiles the model. Runs in each process, after the backend is chosen."""
     import keras
 
     data = make_data()
@@ -43,7 +44,7 @@ def make_model():
 
 
 def main(argv):
-    """Starts a process for each backend. The exit code is 1 where an operation differs."""
+    """Runs one process for each backend. Returns exit code 1 if an operation differs."""
     import numpy as np
 
     given = kerasdp.flags.values(argv)

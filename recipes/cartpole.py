@@ -1,15 +1,17 @@
-"""Learns to balance a pole by reinforcement, a custom loop: actor and critic in gymnasium's CartPole.
+"""Trains an actor-critic agent on gymnasium's CartPole with a custom loop.
 
     pip install gymnasium
     python recipes/cartpole.py                                       # the first backend installed
     python recipes/cartpole.py --backend=jax --gpus=2 --workdir=runs/cartpole
 
-Expected of the first: the pole stands 20 steps at the begin, and more than 300 on average after 800 updates, in a
-minute on two CPU cores; the curve is the same on all backends and numbers of devices, up to round-off.
+Expected of the first run: the pole stands for 20 steps at the start, and for more than 300 on average after 800
+updates. This takes a minute on two CPU cores. The curve is the same on all backends and numbers of devices, up to
+round-off.
 
-Each process plays the same games, with the same seed, and each device learns from its rows of the batch. Networks
-and optimizer are saved with --workdir; the games are not, so that a run that is resumed (--resume) plays new
-ones. Copy this file into your project and change what you like.
+Each process plays the same games, with the same seed. Each device trains on its rows of the batch. With --workdir the
+network and the optimizer are saved. The games are not saved, so a resumed run (--resume) plays new games.
+
+Copy this file into your project and edit it.
 """
 
 from absl import app
@@ -17,11 +19,11 @@ from absl import app
 import kerasdp
 
 GAMES, STEPS, DISCOUNT, UPDATES = 16, 16, 0.98, 800
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def train(runner):
-    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import gymnasium
     import keras
     import numpy as np
@@ -34,7 +36,7 @@ def train(runner):
         optimizer = keras.optimizers.Adam(3e-3, clipnorm=0.5)
     optimizer.build(network.trainable_variables)
 
-    # Of each state: a logit for each of the two actions, and its value, the sum of rewards that is expected.
+    # Three outputs for each state: the logits of the two actions, and the value (the expected sum of rewards).
     policy = runner.step(lambda states: network(states), returns="rows")
 
     @runner.step
@@ -83,7 +85,7 @@ def train(runner):
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 

@@ -1,15 +1,15 @@
-"""Trains a GAN with a custom loop: a critic with a gradient penalty, and a generator of digits (WGAN-GP).
+"""Trains a GAN with a gradient penalty (WGAN-GP) on digits with a custom loop.
 
     python recipes/custom_loop.py                                          # the first backend installed
     python recipes/custom_loop.py --backend=jax --gpus=2 --workdir=runs/loop
     python recipes/custom_loop.py --backend=torch --workdir=runs/loop --resume
 
-Expected of the first: 460 steps in a few minutes on two CPU cores, after which the distance that the critic sees
-between real and generated digits has fallen from above 10 to about 2. generated.png in the workdir shows a hundred.
-Steps, and so the curve, are the same on all backends and numbers of devices, up to rounding, which a GAN amplifies.
+Expected of the first: 460 steps in a few minutes on two CPU cores. The critic's distance between real and generated
+digits falls from above 10 to about 2. generated.png in the workdir shows a hundred generated digits. The curve is the
+same on all backends and numbers of devices, up to round-off, which a GAN amplifies.
 
-Each step updates the critic three times and the generator once, on all devices. The step is one function, written with
-Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your project and change what you like.
+Each step updates the critic three times and the generator once. It is one function, written with Keras layers,
+`keras.ops` and `kerasdp.value_and_grad`. Copy this file into your project and edit it.
 """
 
 import os
@@ -23,11 +23,11 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_string("dataset", "digits", "digits, fashion_mnist, mnist, cifar10, ...")
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def build(image_shape: tuple[int, int, int]):
-    """Returns the generator, of noise, and the critic, of images."""
+    """Builds the generator, which maps noise to images, and the critic, which scores images."""
     import keras
     from keras import layers
 
@@ -47,7 +47,7 @@ def build(image_shape: tuple[int, int, int]):
 
 
 def train(runner):
-    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import keras
     import numpy as np
     from keras import ops
@@ -82,7 +82,7 @@ def train(runner):
 
     @runner.step
     def train_step(batch):
-        real = ops.cast(batch[0], keras.config.floatx()) / 127.5 - 1  # the labels are not needed
+        real = ops.cast(batch[0], keras.config.floatx()) / 127.5 - 1  # the labels are not used
         for _ in range(CRITIC_UPDATES):
             loss, wasserstein = update_critic(real)
         distance.update_state(wasserstein)
@@ -117,7 +117,7 @@ def train(runner):
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 

@@ -1,15 +1,15 @@
-"""Trains a diffusion model, a custom loop: a small U-Net that takes noise out of digits, and its moving average.
+"""Trains a small diffusion model on digits with a custom loop.
 
     python recipes/diffusion.py                                          # the first backend installed
     python recipes/diffusion.py --backend=jax --gpus=2 --workdir=runs/diffusion
     python recipes/diffusion.py --backend=torch --workdir=runs/diffusion --resume
 
-Expected of the first: 440 steps in a few minutes on two CPU cores, after which the mean error in the noise has fallen
-from 0.8 to below 0.15; it is the same on all backends and numbers of devices. generated.png in the workdir shows digits
-that were drawn from noise, in 20 steps of DDIM.
+Expected of the first: 440 steps in a few minutes on two CPU cores. The mean error of the predicted noise falls from 0.8
+to below 0.15. It is the same on all backends and numbers of devices. generated.png in the workdir shows digits that are
+generated from noise, in 20 steps of DDIM.
 
-The step is one function, written with Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your
-project and change what you like.
+A small U-Net predicts the noise in images. Its moving average generates the digits. The step is one function, written
+with Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your project and edit it.
 """
 
 import os
@@ -23,11 +23,11 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_string("dataset", "digits", "digits, fashion_mnist, mnist, cifar10, ...")
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def build(image_shape: tuple[int, int, int]):
-    """Builds a U-Net that predicts the noise in images, from the images and their times."""
+    """Builds a U-Net that predicts the noise in images. Its inputs are noisy images and their times."""
     import keras
     from keras import layers
 
@@ -48,7 +48,7 @@ def build(image_shape: tuple[int, int, int]):
 
 
 def train(runner):
-    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import keras
     import numpy as np
     from keras import ops
@@ -63,7 +63,7 @@ def train(runner):
     optimizer.build(network.trainable_variables)
 
     def rates(time):
-        """Returns the rates of signal and noise at times from 0 to 1, shape (rows, 1). Their squares add up to 1."""
+        """Returns the rates of signal and noise for times from 0 to 1, shape (rows, 1). Their squares add up to 1."""
         angle = np.arccos(0.999) + time * (np.arccos(0.02) - np.arccos(0.999))
         return ops.cos(angle), ops.sin(angle)
 
@@ -95,7 +95,7 @@ def train(runner):
 
     @runner.step(returns="rows")
     def denoise(batch):
-        """Removes noise from images: from a time to an earlier time."""
+        """Takes one step of DDIM: removes noise from images, from a time to an earlier time."""
         noisy, time, earlier = batch["noisy"], batch["time"], batch["earlier"]
         noise = ema_network([noisy, time], training=False)
         signal_rate, noise_rate = (rate[:, :, None, None] for rate in rates(time))
@@ -116,7 +116,7 @@ def train(runner):
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 

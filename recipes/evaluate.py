@@ -1,14 +1,15 @@
-"""Evaluates a trained model, from any backend, on any backend and number of devices: each sample counts once.
+"""Evaluates a trained model on any backend and number of devices.
 
-    python recipes/train.py --workdir=runs/mine                                          # makes one
+    python recipes/train.py --workdir=runs/mine                                          # trains a model
     python recipes/evaluate.py --checkpoint=runs/mine                                    # its newest checkpoint
     python recipes/evaluate.py --checkpoint=runs/mine/checkpoints/best.safetensors --backend=jax --gpus=2
     python recipes/evaluate.py --checkpoint=model.keras --dataset=images --data_dir=photos
 
-Expected of the second: accuracy 0.975 on 360 held-out digits, as at the end of the training.
+Expected of the second: accuracy 0.975 on 360 held-out digits, the same as at the end of the training.
 
-Evaluates on the held-out part of --dataset, which is as in recipes/train.py, and writes evaluation.json into --workdir.
-Copy this file into your project and change loss, metrics and data as you like.
+The checkpoint may come from another backend. --dataset takes the same values as in recipes/train.py. Each sample of its
+test data counts exactly once. evaluation.json in --workdir has the loss and the metrics. To change them, edit
+`evaluate` in a copy of this file.
 """
 
 import json
@@ -19,15 +20,15 @@ from absl import app, flags
 import kerasdp
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("checkpoint", None, "The --workdir of a run, a folder or URL of checkpoints, a .safetensors or "
-                    ".keras file.", required=True)  # fmt: skip
+flags.DEFINE_string("checkpoint", None, "Model: the --workdir of a run, a folder or URL of checkpoints, or a "
+                    ".safetensors or .keras file.", required=True)  # fmt: skip
 flags.DEFINE_string("dataset", "digits", "Data set of recipes/train.py, or file.py:function.")
-flags.DEFINE_string("data_dir", None, "Folder of the data set images.")
+flags.DEFINE_string("data_dir", None, "Folder of images, for --dataset=images only.")
 kerasdp.flags.define("backend", "gpus", "device", "precision", "batch_size", "workdir")
 
 
 def evaluate(runner):
-    """Runs once the backend is chosen."""
+    """Evaluates the model, after the backend is chosen."""
     import keras
 
     config = runner.config
@@ -45,7 +46,7 @@ def evaluate(runner):
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the evaluation with the flags."""
     kerasdp.launch(evaluate, **kerasdp.flags.values(argv))
 
 

@@ -1,15 +1,13 @@
-"""Writes a trained model for other programs, as Keras does: a .keras file, ONNX, or a SavedModel.
+"""Exports a trained model as a .keras file, ONNX, or a SavedModel.
 
-    python recipes/train.py --workdir=runs/mine                                             # makes one
+    python recipes/train.py --workdir=runs/mine                                             # trains a model
     python recipes/export.py --checkpoint=runs/mine --to=digits.keras                       # for every backend
     python recipes/export.py --checkpoint=runs/mine --to=digits --backend=tensorflow        # a folder: a SavedModel
     pip install 'kerasdp[onnx]'
     python recipes/export.py --checkpoint=digits.keras --to=digits.onnx --backend=torch
 
-A checkpoint or .keras file loads on every backend, whichever wrote it. SavedModels are written with tensorflow, and
-with jax where TensorFlow is installed, too; ONNX with torch and tensorflow (with jax: pip install jax2onnx).
-
-Copy this file into your project and change what you like.
+Every backend loads the checkpoints and .keras files of every other backend, and writes .keras files. A SavedModel needs
+tensorflow, or jax with TensorFlow installed. ONNX needs torch or tensorflow, or jax after `pip install jax2onnx`.
 """
 
 import os
@@ -20,15 +18,15 @@ from absl import app, flags
 import kerasdp
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("checkpoint", None, "The --workdir of a run, a folder or URL of checkpoints, a .safetensors or "
-                    ".keras file.", required=True)  # fmt: skip
-flags.DEFINE_string("to", None, "File to write: NAME.keras, NAME.weights.h5, NAME.onnx, or a folder, for a SavedModel.",
+flags.DEFINE_string("checkpoint", None, "Model: the --workdir of a run, a folder or URL of checkpoints, or a "
+                    ".safetensors or .keras file.", required=True)  # fmt: skip
+flags.DEFINE_string("to", None, "Target: NAME.keras, NAME.weights.h5, NAME.onnx, or a folder for a SavedModel.",
                     required=True)  # fmt: skip
 kerasdp.flags.define("backend", "device")
 
 
 def export(runner):
-    """Runs once the backend is chosen."""
+    """Exports the model, after the backend is chosen."""
     import keras
 
     to = FLAGS.to
@@ -40,7 +38,7 @@ def export(runner):
     else:
         with tempfile.TemporaryDirectory() as folder:
             kerasdp.export(model, path := os.path.join(folder, "model.keras"))
-            plain = keras.saving.load_model(path, compile=False)  # with Keras' layers instead of kerasdp's
+            plain = keras.saving.load_model(path, compile=False)  # has Keras layers instead of kerasdp's
         try:
             plain.export(to, format="onnx" if to.endswith(".onnx") else "tf_saved_model", verbose=False)
         except Exception as error:  # converters raise anything
@@ -50,7 +48,7 @@ def export(runner):
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the export with the flags."""
     kerasdp.launch(export, num_devices=1, **kerasdp.flags.values(argv))
 
 

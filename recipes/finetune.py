@@ -1,14 +1,13 @@
-"""Fine-tunes a model with adapters (LoRA), or in full: one of KerasHub, of a file, or of a run.
+"""Fine-tunes a trained model with LoRA adapters, or in full.
 
     python recipes/finetune.py --lora_rank=8                          # no download: a small model, trained first
     python recipes/finetune.py --lora_rank=8 --weights=runs/base --dataset=mine.py:data
     python recipes/finetune.py --lora_rank=8 --preset=bert_tiny_en_uncased --dataset=mine.py:texts
     python recipes/finetune.py --lora_rank=8 --checkpoint_weights=trained --workdir=runs/tuned        # then --resume
 
-Expected of the first: it reads digits upside down with an accuracy of 0.9 (before: 0.4), in half a minute.
-
---dataset is a function that returns (x_train, y_train), (x_test, y_test): arrays, or texts for a preset. model.keras in
-the workdir is a plain model, with the adapters in its weights. `add_adapters` says which layers get them.
+Expected of the first: accuracy on upside-down digits rises from 0.4 to 0.9, in half a minute. --dataset is a function
+that returns (x_train, y_train), (x_test, y_test): arrays, or texts for a preset. model.keras in the workdir is a plain
+Keras model with merged adapters. `add_adapters` chooses their layers. Copy this file into your project and edit it.
 """
 
 import json
@@ -22,28 +21,28 @@ from absl import app, flags
 import kerasdp
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("preset", None, "Model of KerasHub: a name, which is downloaded, or a folder of save_to_preset.")
-flags.DEFINE_string("weights", None, "Model: the --workdir of a run, or a file: .safetensors, .keras.")
-flags.DEFINE_string("dataset", None, "Data for --preset or --weights: file.py:function.")
-flags.DEFINE_integer("lora_rank", 0, "Rank of the adapters. 0: all weights train.", lower_bound=0)
+flags.DEFINE_string("preset", None, "KerasHub preset: a name (downloaded), or a folder written by save_to_preset.")
+flags.DEFINE_string("weights", None, "Model: the --workdir of a run, or a .safetensors or .keras file.")
+flags.DEFINE_string("dataset", None, "Data for --preset or --weights, as file.py:function.")
+flags.DEFINE_integer("lora_rank", 0, "Rank of the LoRA adapters. 0: no adapters, all weights train.", lower_bound=0)
 flags.DEFINE_integer("batch_size", 32, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 4, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.003, "Learning rate.")
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def add_adapters(model, rank):
-    """Freezes a model, and adds adapters to its projections to queries and values. Call it before `compile`."""
+    """Freezes a model and adds LoRA to its query and value projections, or Dense layers. Call it before `compile`."""
     from keras import layers
 
-    if hasattr(model, "backbone"):  # of KerasHub: its head trains
+    if hasattr(model, "backbone"):  # a KerasHub task, whose head also trains
         model.backbone.enable_lora(rank)
         return
     for weight in model.trainable_variables:
         weight.trainable = False
     for layer in model.layers:
         if isinstance(layer, layers.BatchNormalization):
-            layer.trainable = False  # its statistics stay, too
+            layer.trainable = False  # keeps its moving statistics
     attentions = [layer for layer in model.layers if isinstance(layer, layers.MultiHeadAttention)]
     chosen = [each for layer in attentions for each in (layer.query_dense, layer.value_dense)]
     chosen = chosen or [layer for layer in model.layers if isinstance(layer, layers.Dense)][:-1]
@@ -54,8 +53,8 @@ def add_adapters(model, rank):
 
 
 def make_model_and_data(runner):
-    """Returns the model to fine-tune, (x, y) to train on and (x, y) held out."""
-    if not (FLAGS.weights or FLAGS.preset):  # a model of digits, which then learns to read them upside down
+    """Returns the model to fine-tune, the training data (x, y) and the test data (x, y)."""
+    if not (FLAGS.weights or FLAGS.preset):  # first trains on digits, then fine-tunes on upside-down digits
         digits = kerasdp.load_data("digits")
         parts = [(part, np.arange(part.num_samples)) for part in (digits.train, digits.test)]
         training, held_out = ((part.inputs(rows), part.targets(rows)[0]) for part, rows in parts)
@@ -75,11 +74,11 @@ def make_model_and_data(runner):
 
 
 def train(runner):
-    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import keras
 
     model, *data = make_model_and_data(runner)
-    preprocessor = getattr(model, "preprocessor", None)  # of KerasHub
+    preprocessor = getattr(model, "preprocessor", None)  # of a KerasHub task
     if preprocessor is not None:
         data = [keras.utils.unpack_x_y_sample_weight(model.preprocess_samples(*part)) for part in data]
         model.preprocessor = None
@@ -98,7 +97,7 @@ def train(runner):
 
 
 def fit(runner, model, training, held_out, epochs):
-    """Compiles, as after any change of what trains, and fits. Returns the evaluations before and after."""
+    """Compiles (needed after a change of `trainable`) and trains. Returns the evaluations before and after."""
     import keras
 
     optimizer = keras.optimizers.Adam(FLAGS.learning_rate)
@@ -110,7 +109,7 @@ def fit(runner, model, training, held_out, epochs):
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     given = kerasdp.flags.values(argv)
     if FLAGS.preset and FLAGS.weights:
         raise kerasdp.UserError("--preset and --weights both name the model: leave out one of them")

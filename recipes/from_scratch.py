@@ -1,15 +1,15 @@
-"""Trains LeNet on several devices by hand, in `keras.ops` and NumPy: what data parallelism is, line by line.
+"""Trains LeNet with data parallelism written by hand, in `keras.ops` and NumPy.
 
     python recipes/from_scratch.py                   # two GPUs, or one used twice, or two virtual CPU devices
     python recipes/from_scratch.py --gpus=1          # the same losses
     python recipes/from_scratch.py --backend=jax --gpus=4 --batch_size=96 --learning_rate=0.1
 
-Expected of the first two: test accuracy of at least 0.9, in about a minute on 2 cores. Their losses are those of
+Expected of the first two: test accuracy of at least 0.9, in about a minute on 2 cores. The losses are the same as with
 
     python recipes/train.py --model="lenet(activation='relu')" --batch_size=48 --epochs=8 --optimizer=sgd \\
         --learning_rate=0.05
 
-docs/from-scratch.md explains it. After "Multi-GPU training from scratch" (d2l.ai), with flags/lesson_fashion.flags.
+docs/from-scratch.md explains it. It follows "Multi-GPU training from scratch" (d2l.ai): flags/lesson_fashion.flags.
 """
 
 import functools
@@ -28,13 +28,13 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 48, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 8, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.05, "Learning rate.")
-flags.DEFINE_string("model", "lenet", "LeNet, whose arguments choose its initial weights.")
+flags.DEFINE_string("model", "lenet", "LeNet. Its arguments choose the initial weights.")
 flags.DEFINE_string("dataset", "digits", "digits, mnist, fashion_mnist, ...")
 kerasdp.flags.define("backend", "gpus", "device", "precision", "seed", "workdir")
 
 
 def logits_of(parameters: list, images: Any) -> Any:
-    """Returns LeNet's output for each image and class, computed on the device where its arguments are."""
+    """Returns LeNet's logits, one for each image and class. Runs on the device of its arguments."""
     from keras import config, ops
 
     kernel1, bias1, kernel2, bias2, kernel3, bias3, kernel4, bias4 = parameters
@@ -46,7 +46,7 @@ def logits_of(parameters: list, images: Any) -> Any:
 
 
 def loss_of(parameters: list, images: Any, labels: Any) -> Any:
-    """Returns the sum of the images' losses: sums of shards add up to that of the batch, which means would not."""
+    """Returns the sum of the losses. The sums of all shards add up to the sum of the batch; means would not."""
     from keras import losses, ops
 
     return ops.sum(losses.sparse_categorical_crossentropy(labels, logits_of(parameters, images), from_logits=True))
@@ -54,7 +54,7 @@ def loss_of(parameters: list, images: Any, labels: Any) -> Any:
 
 @functools.cache
 def loss_and_gradients() -> Any:
-    """Returns the function that gives `loss_of` and its gradients: all that the frameworks do differently."""
+    """Returns a function that computes the loss and its gradients. Only this code differs between frameworks."""
     import keras
 
     if keras.backend.backend() == "jax":
@@ -78,7 +78,7 @@ def loss_and_gradients() -> Any:
 
 
 def copy_to(device: str, array: Any) -> Any:
-    """Copies an array, of NumPy or of another device, to a device."""
+    """Copies a NumPy array, or an array of another device, to a device."""
     import keras
 
     with keras.device(device):
@@ -86,7 +86,7 @@ def copy_to(device: str, array: Any) -> Any:
 
 
 def split_and_load(batch: np.ndarray, devices: list) -> list:
-    """Cuts a batch into equal shards, and copies one to each device."""
+    """Splits a batch into equal shards, and copies one to each device."""
     if len(batch) % len(devices):
         expected = f"--batch_size: expected a batch that divides by the {len(devices)} devices"
         raise kerasdp.UserError(f"{expected}. Received: {len(batch)} samples")
@@ -94,16 +94,16 @@ def split_and_load(batch: np.ndarray, devices: list) -> list:
 
 
 def allreduce(arrays: list, devices: list) -> list:
-    """Adds arrays, one of each device, on the first device, and copies the sum to all devices."""
+    """Adds the arrays of all devices on the first device, and copies the sum to each device."""
     total = sum((copy_to(devices[0], array) for array in arrays[1:]), start=arrays[0])
     return [copy_to(device, total) for device in devices]
 
 
 def ring_allreduce(vectors: list, devices: list) -> tuple[list, list[int]]:
-    """Adds vectors in a ring, each device sending to the next one; returns the sums, and how many numbers each sent.
+    """Adds the vectors of all devices in a ring. Returns the sums, and how many values each device sent.
 
-    Of the pieces of a vector each device sends another one at a time. A piece goes round once until it is the sum, and
-    once more until all devices have it.
+    Each vector is split into one piece for each device. In each step a device sends one piece to the next device. In
+    the first round the devices add the pieces. In the second round they pass on the finished sums.
     """
     from keras import ops
 
@@ -118,7 +118,7 @@ def ring_allreduce(vectors: list, devices: list) -> tuple[list, list[int]]:
 
 
 def demonstrate(devices: list, weights: list[np.ndarray]) -> None:
-    """Prints what the functions above do with small arrays, and what each device sends for the gradients of LeNet."""
+    """Calls the functions above on small arrays. Prints the bytes that each device sends for LeNet's gradients."""
     from keras import ops
 
     small = split_and_load(np.array([[1.0, 1.0], [2.0, 2.0]]), devices[:2])
@@ -131,12 +131,12 @@ def demonstrate(devices: list, weights: list[np.ndarray]) -> None:
 
 
 def train_batch(parameters: list, devices: list, working: list, batch: tuple, learning_rate: float) -> float:
-    """Trains a batch, shared by the `working` devices, and updates all of them; returns the mean loss."""
+    """Trains a batch on the `working` devices, and updates all devices. Returns the mean loss."""
     import keras
 
     results = []
     for device, own, *shard in zip(working, parameters, *(split_and_load(part, working) for part in batch)):
-        with keras.device(device):  # GPUs work at the same time: no result is waited for yet
+        with keras.device(device):  # does not wait for results: GPUs work at the same time
             results.append(loss_and_gradients()(own, *shard))
     for number, gradients in enumerate(zip(*(gradients for _, gradients in results))):
         for device, own, total in zip(devices, parameters, allreduce(gradients, devices)):
@@ -146,7 +146,7 @@ def train_batch(parameters: list, devices: list, working: list, batch: tuple, le
 
 
 def accuracy(parameters: list, devices: list, data: Any, batch_size: int) -> float:
-    """Returns the share of images whose class is predicted; the devices take turns with the batches."""
+    """Returns the share of correctly classified images. The devices take turns with the batches."""
     import keras
 
     num_correct, order = 0, kerasdp.Order(num_samples=data.num_samples, batch_size=batch_size, shuffle=False)
@@ -158,13 +158,13 @@ def accuracy(parameters: list, devices: list, data: Any, batch_size: int) -> flo
 
 
 def main(argv):
-    """Runs in this process, which drives all devices."""
+    """Trains on all devices from this one process."""
     config = kerasdp.Config(**kerasdp.flags.values(argv))
     if config.precision not in ("auto", "float32", "float64"):
         raise kerasdp.UserError(f"--precision: expected float32 or float64. Received: {config.precision!r}")
     with kerasdp.local_devices(config) as devices:
         data = kerasdp.load_data(FLAGS.dataset)
-        weights = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes).get_weights()  # as of train.py
+        weights = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes).get_weights()  # as in train.py
         demonstrate(devices, weights)
         parameters = [[copy_to(device, array) for array in weights] for device in devices]
         order = kerasdp.Order(num_samples=data.train.num_samples, batch_size=config.batch_size, seed=config.seed)
@@ -173,7 +173,7 @@ def main(argv):
             for epoch in range(FLAGS.epochs):
                 losses, start = [], time.perf_counter()
                 for rows in order.batches(epoch):
-                    # The last batch of an epoch is shorter, and may not divide: the first device trains it.
+                    # The last batch of an epoch is shorter and may not divide. The first device trains it alone.
                     working = devices if len(rows) == config.batch_size else devices[:1]
                     batch = data.train.inputs(rows), data.train.targets(rows)[0]
                     losses.append(train_batch(parameters, devices, working, batch, FLAGS.learning_rate))

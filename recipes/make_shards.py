@@ -1,11 +1,13 @@
-"""Writes a data set of images as a folder of shards, for `recipes/sharded.py`: a pattern for your own.
+"""Writes an image data set as Parquet or ArrayRecord files for recipes/sharded.py.
 
     python recipes/make_shards.py shards                                       # the digits, as Parquet
     python recipes/make_shards.py shards --format=array_record --num_shards=8
     python recipes/make_shards.py shards --dataset=fashion_mnist
 
-Expected of the first: six files, of `train` and of `test`, in seconds. Parquet is written by Hugging Face's `datasets`,
-ArrayRecord by the library that comes with `grain`: pip install 'kerasdp[data]'.
+Expected of the first: six files in seconds, three with `train` and three with `test` in their names. Hugging Face's
+`datasets` writes Parquet. A library that comes with `grain` writes ArrayRecord. Both: pip install 'kerasdp[data]'.
+
+Copy this file into your project and edit it.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import kerasdp
 
 
 def write(dataset: str, folder: str, kind: str, num_shards: int) -> None:
-    """Writes both splits."""
+    """Writes the training data and the test data."""
     data = kerasdp.load_data(dataset)
     os.makedirs(folder, exist_ok=True)
     for split, source in (("train", data.train), ("test", data.test)):
@@ -29,7 +31,7 @@ def write(dataset: str, folder: str, kind: str, num_shards: int) -> None:
 
 
 def samples(source: Any, numbers: range) -> Iterator[tuple[bytes, int]]:
-    """Yields the image, as PNG, and the class of each sample."""
+    """Yields the PNG image and the class of each sample."""
     import numpy as np
     from PIL import Image
 
@@ -41,7 +43,7 @@ def samples(source: Any, numbers: range) -> Iterator[tuple[bytes, int]]:
 
 
 def write_parquet(path: str, pairs: Iterator[tuple[bytes, int]]) -> None:
-    """A table with a column of PNGs and one of classes."""
+    """Writes a table with a column of PNG images and a column of classes."""
     import datasets
 
     images, labels = zip(*pairs)
@@ -49,10 +51,10 @@ def write_parquet(path: str, pairs: Iterator[tuple[bytes, int]]) -> None:
 
 
 def write_array_record(path: str, pairs: Iterator[tuple[bytes, int]]) -> None:
-    """Records of a byte for the class, and the PNG."""
+    """Writes a record for each sample: one byte for the class, then the PNG image."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    writer = ArrayRecordWriter(path, "group_size:1")  # any other size is read slowly in a random order
+    writer = ArrayRecordWriter(path, "group_size:1")  # other sizes are slow to read in random order
     for image, label in pairs:
         writer.write(bytes([label]) + image)
     writer.close()

@@ -1,17 +1,20 @@
-"""Cuts a model over two devices, with and without pipelining, and looks for the best size of micro-batches.
+"""Compares a pipeline over two devices with one device, and finds the best split size.
 
     python recipes/pipeline.py --flagfile=flags/pipeline_resnet50.flags --backend=torch    # two GPUs
     python recipes/pipeline.py --flagfile=flags/pipeline_small.flags                       # any machine
     python recipes/pipeline.py --model=recipes/pipeline.py:toy --dataset="synthetic(shape=(10,), num_classes=5)"
 
-It trains with torch: on one device; cut over two, which work in turn (layer split); and pipelined, with each of
---split_sizes: the first device then works on the next micro-batch while the second works on the previous one. Each is
-repeated. The table shows the time with its deviation, and the memory of each device; pipeline.json and two charts are
-in --workdir.
+It trains with torch in three ways:
+- single device
+- layer split: the model is cut over two devices, and they take turns
+- pipelined, for each of --split_sizes: the first device computes a micro-batch while the second computes the one before
 
-After the PyTorch tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 with 1000 classes, 128x128 images,
-batches of 120, squared error against one-hot labels, plain SGD. There pipelining with a split size of 12 was best, and
-the layer split slower than one device. On virtual CPU devices that share cores expect no gain.
+A table shows the mean and deviation of the time of several repetitions, and the memory of each device. pipeline.json
+and two charts are in --workdir. Expect no gain on virtual CPU devices that share cores.
+
+It follows the PyTorch tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 with 1000 classes, 128x128
+images, batches of 120, squared error against one-hot labels, plain SGD. There a split size of 12 was best, and the
+layer split was slower than one device.
 """
 
 import dataclasses
@@ -25,8 +28,8 @@ from absl import app, flags
 import kerasdp
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("split_sizes", "1,3,5,8,10,12,20,40,60", "Samples per micro-batch to try.")
-flags.DEFINE_integer("repetitions", 10, "Epochs to measure; one more, which compiles, comes first.", lower_bound=2)
+flags.DEFINE_list("split_sizes", "1,3,5,8,10,12,20,40,60", "Numbers of samples per micro-batch to try.")
+flags.DEFINE_integer("repetitions", 10, "Epochs to measure, after a first epoch that compiles.", lower_bound=2)
 flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as resnet50, or file.py:function.")
 flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
@@ -36,7 +39,7 @@ kerasdp.flags.define("backend", "gpus", "device", "precision", "compile", "cut_a
 
 
 def toy(input_shape: tuple[int, ...], num_classes: int) -> Any:
-    """Two dense layers, one for each device."""
+    """Builds two dense layers, one for each device."""
     import keras
 
     hidden = keras.layers.Dense(10, "relu", name="first")
@@ -44,7 +47,7 @@ def toy(input_shape: tuple[int, ...], num_classes: int) -> Any:
 
 
 def train(runner: "kerasdp.Runner") -> dict[str, Any]:
-    """Runs for each way to train; each epoch is a repetition, and the first one, which compiles, is not counted."""
+    """Trains in one of the ways. Each epoch is a repetition. The first epoch compiles and is not counted."""
     import keras
 
     data = kerasdp.load_data(FLAGS.dataset)
@@ -63,8 +66,8 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
 
 
 def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Config]:
-    """Returns the settings of each way to train, by its name."""
-    # With a limit for steps that hang, each runs in another process: what one leaves in memory slows no other.
+    """Returns the name and the settings of each way to train."""
+    # With hang_timeout each run has a new process, so memory that one run leaves does not slow the next run.
     config = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", hang_timeout=3600.0)
     whole = {"strategy": "data", "num_devices": 1, "cut_at": None}
     cut = config if config.cut_at else dataclasses.replace(config, num_devices=config.num_devices or 2)
@@ -76,7 +79,7 @@ def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Co
 
 
 def main(argv):
-    """Trains in all ways, prints what they took, and writes it into the workdir."""
+    """Trains in all ways. Prints their times and memory, and writes them to the workdir."""
     config, found = kerasdp.Config(strategy="pipeline", **kerasdp.flags.values(argv)), {}
     for name, settings in ways(config, [int(size) for size in FLAGS.split_sizes]).items():
         try:
@@ -104,7 +107,7 @@ def main(argv):
 
 
 def draw(seconds: dict[str, list[float]], kind: str, path: pathlib.Path, **labels: str) -> None:
-    """Draws the means of repetitions, with their deviations: as bars, or as a line."""
+    """Draws the mean and deviation of the repetitions, as bars or as a line."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(6.4, 4.2), layout="tight")).subplots()

@@ -1,18 +1,16 @@
-"""Trains as recipes/train.py does, over the workers of a Ray cluster.
+"""Trains the model of recipes/train.py on the workers of a Ray cluster.
 
     pip install 'kerasdp[ray]'
     python recipes/ray_train.py --workers=2
     python recipes/ray_train.py --workers=4 --gpus=1 --max_restarts=3 --workdir=/shared/runs/mine
     python recipes/ray_train.py --help
 
-Connects with the cluster that this machine is part of, or that $RAY_ADDRESS names; where there is none, it starts one
-of this machine. --gpus is the number of devices of each worker; with torch that is one. --workdir is in a folder that
-all nodes share, or --checkpoint_dir is a URL. When a worker or its node is lost, all start again from the last
-checkpoint, --max_restarts times.
+Expected of the first run: the loss curve of recipes/train.py.
 
-Expected of the first line: the loss curve of recipes/train.py.
-
-Copy this file and recipes/train.py into your project and change what you like.
+It connects to the Ray cluster of this machine, or of $RAY_ADDRESS. If there is no cluster, it starts one on this
+machine. --gpus is the number of devices of each worker; with torch it is 1. All nodes must share the folder --workdir,
+or --checkpoint_dir must be a URL. If a worker or its node fails, all workers restart from the last checkpoint, at most
+--max_restarts times.
 """
 
 import importlib.util
@@ -21,26 +19,26 @@ import socket
 import sys
 from typing import Any
 
-import train  # recipes/train.py: its function, with its flags
+import train  # recipes/train.py: its function and flags
 from absl import app, flags
 
 import kerasdp
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("workers", 1, "Workers of the run, each with --gpus devices.", lower_bound=1)
+flags.DEFINE_integer("workers", 1, "Number of Ray workers, each with --gpus devices.", lower_bound=1)
 flags.adopt_module_key_flags(train)
 
 
 def work(told: dict[str, Any]) -> str | None:
-    """Runs in each worker of Ray, a process of the run; returns a mistake that no restart helps."""
+    """Trains in one Ray worker. Returns the text of an error that a restart cannot fix, else None."""
     import ray.train
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero
 
     context, choices = ray.train.get_context(), told["choices"]
-    os.chdir(told["folder"])  # from where paths such as --model=my_model.py:build are meant
-    train.FLAGS(told["command"], known_only=True)  # a worker has a command line of its own
-    if choices.get("backend") == "jax" and choices["device"] == "cpu":  # Ray joins JAX on GPUs and TPUs alone
+    os.chdir(told["folder"])  # paths such as --model=my_model.py:build start here
+    train.FLAGS(told["command"], known_only=True)  # a worker does not have this command line
+    if choices.get("backend") == "jax" and choices["device"] == "cpu":  # Ray connects JAX only on GPUs and TPUs
         with socket.socket() as probe:
             probe.bind(("", 0))
             address = broadcast_from_rank_zero(f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}")
@@ -55,10 +53,10 @@ def work(told: dict[str, Any]) -> str | None:
 
 
 def main(argv):
-    """Runs in the process that was started; `train.train` runs in the workers."""
+    """Starts the Ray workers, which call `train.train`."""
     choices = kerasdp.flags.values(argv)
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # Ray's workers would leave the folder of the script
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # for a cluster that is gone Ray would try 13 minutes
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # else Ray's workers leave the folder of the script
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # else Ray tries to reach a dead cluster for 13 minutes
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError

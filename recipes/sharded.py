@@ -1,14 +1,16 @@
-"""Trains from a folder of shards, Parquet or ArrayRecord, of any size: each process reads the samples of its own rows.
+"""Trains an image classifier on Parquet or ArrayRecord files of any size.
 
-    python recipes/make_shards.py shards                                     # writes such a folder: the digits
+    python recipes/make_shards.py shards                                     # writes the digits to such a folder
     python recipes/sharded.py --data_dir=shards
     python recipes/sharded.py --data_dir=shards --backend=jax --gpus=4 --workdir=runs/shards
-    python recipes/sharded.py --data_dir=shards --workdir=runs/shards --resume     # reads nothing of what is behind
+    python recipes/sharded.py --data_dir=shards --workdir=runs/shards --resume     # skips samples without reading them
 
 Expected of the second: validation accuracy at least 0.96 on held-out digits, in less than two minutes on two CPU cores.
 
-The libraries that know the files give records by their number: `datasets` (Parquet, mapped into memory) and `grain`
-(ArrayRecord); pip install 'kerasdp[data]'. Images are decoded in threads.
+Each process reads only the samples of its rows, by their index. `datasets` reads Parquet, mapped into memory. `grain`
+reads ArrayRecord. Both: pip install 'kerasdp[data]'. Threads decode the images.
+
+Copy this file into your project and edit it. For your files change `open_shards` and `pixels`.
 """
 
 import glob
@@ -25,11 +27,11 @@ flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lo
 flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.03, "Learning rate.")
 flags.DEFINE_string("data_dir", None, "Folder with the files train-* and test-*.")
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def train(runner: "kerasdp.Runner") -> None:
-    """Runs in every worker process, after the backend is chosen."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import keras
 
     with runner.scope():
@@ -44,7 +46,7 @@ def train(runner: "kerasdp.Runner") -> None:
 
 
 def open_shards(folder: str | None, split: str) -> "kerasdp.RecordSource":
-    """Opens all files of a split as one list of records, whose order is that of their names."""
+    """Opens all files of a split as one list of records, in the order of the file names."""
     paths = sorted(glob.glob(os.path.join(folder or "", f"{split}-*")))
     if folder is None or not paths:
         raise kerasdp.UserError(f"--data_dir: expected a folder with files {split}-*. Received: {folder!r}")
@@ -52,17 +54,17 @@ def open_shards(folder: str | None, split: str) -> "kerasdp.RecordSource":
         import datasets
 
         datasets.disable_progress_bars()
-        # The first time this copies the tables into a cache on disk, as Arrow; from then on it maps them into memory.
+        # The first call copies the tables to an Arrow cache on disk. Each call maps the cache into memory.
         table = datasets.load_dataset("parquet", data_files=paths, split="train")
         return kerasdp.RecordSource(table, lambda row: (pixels(row["image"]), row["label"]))
     import grain
 
-    records = grain.sources.ArrayRecordDataSource(paths)  # each of a byte for the class, and the image
+    records = grain.sources.ArrayRecordDataSource(paths)  # each: one byte for the class, then the image
     return kerasdp.RecordSource(records, lambda record: (pixels(record[1:]), record[0]))
 
 
 def pixels(png: bytes) -> Any:
-    """Decodes an image, and changes it in any way you like: uint8, shape `(28, 28, 1)`."""
+    """Decodes a PNG image to uint8, shape `(28, 28, 1)`. You can augment it here."""
     import numpy as np
     from PIL import Image
 
@@ -70,7 +72,7 @@ def pixels(png: bytes) -> Any:
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 

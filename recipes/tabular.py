@@ -1,16 +1,18 @@
-"""Trains a model of a table of numbers and categories: regression on a CSV file, or on a made table, no download.
+"""Trains a regression model on a table of numbers and categories.
 
     python recipes/tabular.py                                          # the first backend installed
     python recipes/tabular.py --backend=jax --gpus=2 --workdir=runs/table
     python recipes/tabular.py --backend=torch --workdir=runs/table --resume
     python recipes/tabular.py --csv=houses.csv --target=price
 
-Expected of the first: a root mean squared error of 1.1 on rows that were held out, in half a minute on two CPU cores.
-No model can be better than 1.0, the noise of the table. A line fits with 2.6.
+Expected of the first: a root mean squared error of 1.1 on held-out rows, in half a minute on two CPU cores. No model
+can be better than 1.0, the noise of the table. A linear model reaches 2.6.
 
-The made table is Friedman's first problem (Multivariate Adaptive Regression Splines, 1991), with a category that moves
-the target. In a CSV file a column of numbers is a number; any other column is a category, which gets an embedding.
-Copy this file into your project and change what you like.
+Without --csv the table is generated: Friedman's first problem (Multivariate Adaptive Regression Splines, 1991), with a
+category that shifts the target. A CSV column with only numbers is an input of numbers. Every other column is a
+category, and gets an embedding.
+
+Copy this file into your project and edit it.
 """
 
 import csv
@@ -23,14 +25,14 @@ import kerasdp
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 256, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
-flags.DEFINE_float("learning_rate", 0.003, "Learning rate at the start. It falls to 0 along a cosine.")
-flags.DEFINE_string("csv", None, "Table with a header line. Default: a made table.")
+flags.DEFINE_float("learning_rate", 0.003, "Initial learning rate. It decays to 0 along a cosine.")
+flags.DEFINE_string("csv", None, "CSV file with a header line. Default: a generated table.")
 flags.DEFINE_string("target", "y", "Column to predict.")
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def make_table():
-    """Returns a column of 10,000 values for each name."""
+    """Generates a table. Returns a column of 10,000 values for each name."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -45,7 +47,7 @@ def make_table():
 
 
 def read_table(path):
-    """Returns the columns of a CSV file: of numbers, or of texts."""
+    """Returns the columns of a CSV file, as arrays of numbers or of texts."""
     import numpy as np
 
     with open(path, newline="") as file:
@@ -60,7 +62,7 @@ def read_table(path):
 
 
 def make_data():
-    """Returns (x, y) to train on, (x, y) held out (each fifth row), and the number of values of each category."""
+    """Returns training (x, y), test (x, y) with every fifth row, and the number of values of each category."""
     import numpy as np
 
     columns = read_table(FLAGS.csv) if FLAGS.csv else make_table()
@@ -78,7 +80,7 @@ def make_data():
 
 
 def make_model(x, sizes):
-    """Builds a network of the numbers, normalized, and of an embedding for each category."""
+    """Builds a network that normalizes the numbers and embeds the categories."""
     import keras
     from keras import layers
 
@@ -95,7 +97,7 @@ def make_model(x, sizes):
 
 
 def train(runner):
-    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import keras
 
     (x, y), held_out, sizes = make_data()
@@ -110,7 +112,7 @@ def train(runner):
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 

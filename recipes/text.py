@@ -1,15 +1,16 @@
-"""Trains a small transformer to continue text: the reference manual that every Python brings along, no download.
+"""Trains a small GPT on the manual that comes with Python.
 
     python recipes/text.py                                          # the first backend installed
     python recipes/text.py --backend=jax --gpus=2 --workdir=runs/text
     python recipes/text.py --backend=torch --workdir=runs/text --resume
 
-Expected of the first: it predicts 0.60 of the characters in windows that were held out, in some minutes on two CPU
-cores. Always guessing a space is right 0.18 of the time, a table of pairs 0.30. The text is the manual of the Python
-that runs it (here 3.11), so another Python gives other digits; backends and device counts do not.
+Expected of the first: it predicts 0.60 of the characters in held-out text, in some minutes on two CPU cores. Always
+guessing a space is right 0.18 of the time, a table of character pairs 0.30. The manual depends on the version of Python
+(here 3.11), so another Python reaches other values. Backends and numbers of devices do not change them.
 
-The text is cut into windows of 128 characters, so there is nothing to pad, and a step is compiled once. Copy this file
-into your project and change what you like.
+The text is split into windows of 128 characters. So there is no padding, and the step is compiled once.
+
+Copy this file into your project and edit it.
 """
 
 from absl import app, flags
@@ -21,11 +22,11 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 32, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 8, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.001, "Learning rate.")
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def windows():
-    """Returns inputs and targets to train on, inputs and targets held out, and how many characters there are."""
+    """Returns training (x, y), test (x, y), and the number of different characters."""
     from pydoc_data.topics import topics
 
     import numpy as np
@@ -41,7 +42,7 @@ def windows():
 
 
 def build(num_characters: int):
-    """A decoder: each position sees itself and those before it."""
+    """Builds a decoder. Each position attends to itself and to earlier positions."""
     import keras
     from keras import layers
 
@@ -57,7 +58,7 @@ def build(num_characters: int):
 
 
 def train(runner: "kerasdp.Runner") -> None:
-    """Runs in every worker process, after the backend is chosen."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import keras
 
     training, held_out, num_characters = windows()
@@ -69,7 +70,7 @@ def train(runner: "kerasdp.Runner") -> None:
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 

@@ -1,4 +1,4 @@
-"""Trains an image classifier on any Keras backend, on one or many devices. Copy this file and change what you like.
+"""Trains an image classifier on any Keras backend, on one or many devices.
 
     python recipes/train.py                                  # the first backend installed, all GPUs or the CPU
     python recipes/train.py --backend=jax --gpus=4           # four GPUs, or four virtual CPU devices
@@ -8,7 +8,9 @@
     python recipes/train.py --help
 
 Expected of the first two: validation accuracy of 0.975 on held-out digits, in less than a minute on two CPU cores. The
-losses are the same on every backend and number of devices: steps.jsonl has them.
+losses are the same on every backend and number of devices. They are in steps.jsonl in the workdir.
+
+Copy this file into your project and edit it.
 """
 
 import os
@@ -20,29 +22,29 @@ import kerasdp
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 64, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("epochs", 20, "Passes over the training data.", lower_bound=1)
-flags.DEFINE_float("learning_rate", None, "Learning rate at the start. Default: as in --optimizer.")
-flags.DEFINE_bool("decay", False, "Lower the learning rate to 0 along a cosine.")
+flags.DEFINE_float("learning_rate", None, "Initial learning rate. Default: as in --optimizer.")
+flags.DEFINE_bool("decay", False, "Decay the learning rate to 0 along a cosine.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
 flags.DEFINE_string("model", "lenet", "mlp, lenet, convnet, resnet18, resnet50, or file.py:function.")
 flags.DEFINE_string("dataset", "digits", "digits, mnist, fashion_mnist, cifar10, 'images(size=(64,64))', ...")
-flags.DEFINE_string("data_dir", None, "Folder of the data set images, with a sub-folder per class.")
-kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and all else that `launch` takes
+flags.DEFINE_string("data_dir", None, "Folder of images with a sub-folder per class, for --dataset=images only.")
+kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, and the other arguments of `launch`
 
 
 def make_data():
-    """Loads images from 0 to 255, and their classes. `fit` also takes arrays, tf.data and DataLoaders."""
+    """Loads images with values from 0 to 255, and their classes. `fit` also takes arrays, tf.data and DataLoaders."""
     return kerasdp.load_data(FLAGS.dataset, FLAGS.data_dir)
 
 
 def make_model(input_shape, num_classes):
-    """Builds a model from images to logits. Return your Keras model instead, and remove --model."""
+    """Builds a model that returns logits for images. To use your Keras model, return it here and remove --model."""
     from kerasdp.models import convnet, lenet, mlp, resnet18, resnet50  # plain Keras
 
     return kerasdp.build_model(FLAGS.model, input_shape, num_classes, [mlp, lenet, convnet, resnet18, resnet50])
 
 
 def make_optimizer(num_steps):
-    """Makes the optimizer of a run of `num_steps` steps."""
+    """Builds the optimizer. With --decay its learning rate reaches 0 after `num_steps` steps."""
     import keras
 
     optimizer = kerasdp.make_optimizer(FLAGS.optimizer, FLAGS.learning_rate)
@@ -52,7 +54,7 @@ def make_optimizer(num_steps):
 
 
 def train(runner):
-    """Runs once the backend is chosen. With torch on several devices each device has a process, which runs it."""
+    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
     import keras
 
     data = make_data()
@@ -70,11 +72,11 @@ def train(runner):
         validation_data=data.test,
         callbacks=[],  # any of keras.callbacks, such as EarlyStopping(patience=3)
     )
-    kerasdp.export(model, os.path.join(runner.config.workdir, "model.keras"))  # a file of plain Keras
+    kerasdp.export(model, os.path.join(runner.config.workdir, "model.keras"))  # a standard Keras file
 
 
 def main(argv):
-    """Runs in the process that was started."""
+    """Starts the training with the flags."""
     kerasdp.launch(train, **kerasdp.flags.values(argv))
 
 

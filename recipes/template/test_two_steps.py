@@ -1,6 +1,8 @@
-"""Each recipe of this folder trains two steps on one and on two CPU devices, with the same losses.
+"""Tests that each recipe of this folder has the same losses on one and on two CPU devices.
 
-pip install -e '.[test]' && python -m pytest
+It trains two steps. Run it:
+
+    pip install -e '.[test]' && python -m pytest
 """
 
 import json
@@ -16,7 +18,7 @@ RECIPES = sorted(path.name for path in FOLDER.glob("*.py") if "app.run(" in path
 
 
 def losses_on(num_devices, recipe, workdir):
-    """Returns the loss of each step."""
+    """Trains a recipe for two steps and returns the loss of each step."""
     flags = [f"--gpus={num_devices}", "--device=cpu", "--max_steps=2", "--log_every=1", f"--workdir={workdir}"]
     subprocess.run([sys.executable, FOLDER / recipe, *flags], check=True)
     return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]

