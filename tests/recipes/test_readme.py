@@ -16,7 +16,8 @@ README += "".join(
     for page in ("quickstart", "reproducibility", "checkpoints", "large-models")
 )
 BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
-COMMANDS = list(dict.fromkeys(line for line in BASH if line.startswith("python recipes/")))
+# Without those that need a server, or the file of another command.
+COMMANDS = list(dict.fromkeys(line for line in BASH if re.match(r"python recipes/(?!.*(://|again\.py))", line)))
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
