@@ -77,6 +77,7 @@ class RunState:
         batch_size: rows of a full batch.
         epoch_images: rows trained in the current epoch.
         epoch_seconds: duration of the training part of each finished epoch.
+        num_restored: number of these epochs that a run before this one trained, maybe on other devices.
         epoch_rates: images per second of each finished epoch.
         is_epoch_cut: whether the current epoch ended before its last batch.
     """
@@ -103,6 +104,7 @@ class RunState:
         self.batch_size, self.num_batches, self.epochs, self.max_steps = batch_size, num_batches, epochs, max_steps
         self.step = self.first_step = self.epoch = self.batch = self.epoch_images = 0
         self.epoch_seconds: list[float] = []
+        self.num_restored = 0
         self.epoch_rates: list[float] = []
         self.is_epoch_cut = self.was_over = False
         self._resume_point = Position(0, 0)
@@ -136,6 +138,7 @@ class RunState:
         self._resume_point, self.epoch = position, position.epoch
         measured = self.measurements() | (measured or {})
         self.epoch_seconds, self.epoch_rates = list(measured["epoch_seconds"]), list(measured["epoch_rates"])
+        self.num_restored = len(self.epoch_seconds)
         self._trained_before = measured["images"], measured["seconds"]
         is_at_end = was_stopped or position.epoch >= self.epochs or self.is_at_last_step
         self.was_over = not position.batch and is_at_end

@@ -75,12 +75,11 @@ def make_model_and_data(runner):
 
 def train(runner):
     """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
-    import keras
 
     model, *data = make_model_and_data(runner)
     preprocessor = getattr(model, "preprocessor", None)  # of a KerasHub task
     if preprocessor is not None:
-        data = [keras.utils.unpack_x_y_sample_weight(model.preprocess_samples(*part)) for part in data]
+        data = [model.preprocess_samples(*part)[:2] for part in data]
         model.preprocessor = None
     if FLAGS.lora_rank:
         add_adapters(model, FLAGS.lora_rank)
@@ -104,7 +103,7 @@ def fit(runner, model, training, held_out, epochs):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
     before = runner.evaluate(model, *held_out, return_dict=True)
-    model.fit(*training, batch_size=FLAGS.batch_size, epochs=epochs, validation_data=held_out)
+    runner.fit(model, *training, batch_size=FLAGS.batch_size, epochs=epochs, validation_data=held_out)
     return before, runner.evaluate(model, *held_out, return_dict=True)
 
 

@@ -163,11 +163,17 @@ def result(
         "epochs": len(state.epoch_seconds),
         "steps": state.step,
         "final": final,
-        "seconds_per_epoch": statistics.median(state.epoch_seconds[1:] or state.epoch_seconds),
-        "images_per_second": statistics.median(state.epoch_rates[1:] or state.epoch_rates),
+        "seconds_per_epoch": _usual(state.epoch_seconds, state.num_restored),
+        "images_per_second": _usual(state.epoch_rates, state.num_restored),
         "peak_memory_bytes": peak_memory_bytes,
         "versions": versions(),
     }
+
+
+def _usual(values: list[float], num_restored: int) -> float:
+    """Returns the median over the epochs of this process, without its first epoch, in which a step is compiled."""
+    own = values[num_restored:] or values
+    return statistics.median(own[1:] or own)
 
 
 def end_line(facts: Facts, result: dict[str, Any]) -> str:

@@ -35,6 +35,13 @@ def result(of):
     return report.result(of, state, rule, {"accuracy": 0.5, "loss": 0.9, "val_accuracy": 0.625}, 123)
 
 
+def test_the_speed_is_of_the_epochs_after_a_resume():
+    state = RunState()
+    state.epoch_seconds, state.epoch_rates, state.num_restored = [9.0, 9.0, 5.0, 2.0], [1.0, 1.0, 2.0, 7.0], 2
+    found = report.result(facts(None), state, {}, {"loss": 1.0}, 0)
+    assert (found["seconds_per_epoch"], found["images_per_second"], found["epochs"]) == (2.0, 7.0, 4)
+
+
 def test_lines(tmp_path):
     of = facts(tmp_path, folder="X/fit-2")
     assert report.start_line(of, 0.03) == (
