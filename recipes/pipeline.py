@@ -2,7 +2,7 @@
 
     python recipes/pipeline.py --flagfile=flags/pipeline_resnet50.flags --backend=torch    # two GPUs
     python recipes/pipeline.py --flagfile=flags/pipeline_small.flags                       # any machine
-    python recipes/pipeline.py --model=recipes/pipeline.py:toy --dataset="synthetic(shape=(10,), num_classes=5)"
+    python recipes/pipeline.py --model=toy --dataset="synthetic(shape=(10,), num_classes=5)"
 
 It trains with torch in three ways:
 - single device
@@ -30,7 +30,7 @@ import kerasdp
 FLAGS = flags.FLAGS
 flags.DEFINE_list("split_sizes", "1,3,5,8,10,12,20,40,60", "Numbers of samples per micro-batch to try.")
 flags.DEFINE_integer("repetitions", 10, "Epochs to measure, after a first epoch that compiles.", lower_bound=2)
-flags.DEFINE_string("model", "lenet", "A model of kerasdp, such as resnet50, or file.py:function.")
+flags.DEFINE_string("model", "lenet", "toy, mlp, lenet, convnet, resnet18, resnet50, or file.py:function.")
 flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
 flags.register_validator("split_sizes", lambda sizes: all(map(str.isdecimal, sizes)), "expected such as 1,2,4")
@@ -50,6 +50,8 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
     """Trains in one of the ways. Each epoch is a repetition. The first epoch compiles and is not counted."""
     import keras
 
+    from kerasdp.models import convnet, lenet, mlp, resnet18, resnet50
+
     data = kerasdp.load_data(FLAGS.dataset)
 
     @kerasdp.per_sample
@@ -57,7 +59,8 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
         return keras.losses.mean_squared_error(keras.ops.one_hot(labels, data.num_classes), outputs)
 
     with runner.scope():
-        model = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes)
+        builders = [toy, mlp, lenet, convnet, resnet18, resnet50]
+        model = kerasdp.build_model(FLAGS.model, data.input_shape, data.num_classes, builders)
         model.compile(kerasdp.make_optimizer(FLAGS.optimizer), squared_error)
     model.fit(data.train, batch_size=runner.config.batch_size, epochs=FLAGS.repetitions + 1)
     strategy = runner.strategy

@@ -185,4 +185,4 @@ def test_a_preset_of_keras_hub(tmp_path):
         loaded = run("-c", code, f"{backend}/model.keras", cwd=tmp_path, KERAS_BACKEND=backend)
         assert loaded.returncode == 0, loaded.stderr
     for losses in found.values():
-        assert len(losses) == 8 and losses == pytest.approx(found[BACKENDS[0]], rel=1e-9)
+        assert len(losses) == 16 and losses == pytest.approx(found[BACKENDS[0]], rel=1e-9)

@@ -157,7 +157,7 @@ def test_wrong_choices_in_a_worker(backend, tmp_path):
 @pytest.mark.proof  # quick counterpart: tests/cli runs each recipe, in CI from a wheel
 def test_pipeline_recipe(tmp_path):
     """The toy model in all ways: a line each, two pictures, the figures in JSON."""
-    flags = ["--model=recipes/pipeline.py:toy", "--dataset=synthetic(shape=(10,), num_classes=5, num_samples=16)"]
+    flags = ["--model=toy", "--dataset=synthetic(shape=(10,), num_classes=5, num_samples=16)"]
     flags += ["--batch_size=8", "--split_sizes=3,100", "--repetitions=2", "--device=cpu", f"--workdir={tmp_path}"]
     done = run("recipes/pipeline.py", *flags)
     assert done.returncode == 0, done.stderr
