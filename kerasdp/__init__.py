@@ -73,9 +73,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    """Imports a module, with an installed backend for Keras.
+    """Imports a module, and makes sure that Keras uses an installed backend if the module imports Keras.
 
-    The module may import Keras (3.15), which uses TensorFlow if no backend is chosen, even if it is not installed.
+    If no backend is chosen, Keras (3.15) uses TensorFlow, even if TensorFlow is not installed.
     """
     if "KERAS_BACKEND" in os.environ or "keras" in sys.modules or is_installed("tensorflow"):
         return importlib.import_module(name)

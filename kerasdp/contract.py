@@ -4,8 +4,8 @@ Each folder of `kerasdp.backends` provides these names:
 
 - `devices.make_devices(config, cluster)`: chooses the devices of a run, and makes virtual devices;
 - `devices.start_workers(worker, devices, settings, train)`: calls a function in each worker process;
-- `data_parallel.DataParallel`: a `Strategy`. It contains everything that differs between the backends in a worker.
-  `kerasdp.scale` has more strategies.
+- `data_parallel.DataParallel`: a `Strategy`. It contains the code of a worker process that depends on the backend.
+  `kerasdp.scale` contains more strategies.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class DeviceBatch(NamedTuple):
     """Holds a `kerasdp.data.batch.Batch` on the devices of this process, as input of the step functions.
 
     Attributes:
-        inputs: the rows of this process's replicas, with padding; see `kerasdp.data.sampling.Split`.
-        targets: the targets of these rows; None if there are no targets.
-        sample_weight: the sample weights of these rows; None if there are no weights.
-        indices: index in the data set of each row of the global batch. Its length is the number of rows without
+        inputs: model inputs of the rows of this process's replicas, with padding; see `kerasdp.data.sampling.Split`.
+        targets: targets of these rows; None if there are no targets.
+        sample_weight: sample weights of these rows; None if there are no weights.
+        indices: index in the data set of each row of the global batch. `len(indices)` is the number of rows without
             padding.
     """
 
@@ -51,7 +51,7 @@ class DeviceBatch(NamedTuple):
 class Trained(NamedTuple):
     """Holds the results of a training step.
 
-    For several steps in one call, `loss` and `learning_rate` have one entry for each step.
+    If one call runs several steps, `loss` and `learning_rate` have one entry for each step.
 
     Attributes:
         loss: loss of the global batch, a scalar tensor; None if the step does not return it.
@@ -68,15 +68,17 @@ class Trained(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFunctions:
-    """Holds the functions that `kerasdp.training.loop` calls for each batch. The variables of the model hold the state.
+    """Holds the functions that `kerasdp.training.loop` calls for each batch.
+
+    The functions store their state in the variables of the model.
 
     Attributes:
-        train: trains on a batch. Its second argument says how much it records.
-        test: updates the metrics, and returns the Keras logs.
-        predict: returns the outputs for the global batch.
-        train_several: trains on several batches of one shape in one program, and returns the logs of the last step.
-            None: the steps of a call run one after the other.
-        description: one line that says how the devices share the model; may be empty.
+        train: function that trains on a batch. Its second argument says which values to record.
+        test: function that updates the metrics for a batch, and returns the Keras logs.
+        predict: function that returns the outputs for the global batch.
+        train_several: function that trains on several batches of the same shape in one program, and returns the logs of
+            the last step. None: `train` is called for each batch.
+        description: text that says how the devices share the model; may be empty.
     """
 
     train: Callable[[DeviceBatch, "Detail"], Trained]
@@ -87,15 +89,15 @@ class StepFunctions:
 
 
 class ShardPass(NamedTuple):
-    """Holds the results of a forward pass in training on one replica.
+    """Holds the results of one replica's forward pass in training mode.
 
     Attributes:
         layers: outputs of each layer for this replica's rows, in the order of the calls.
         outputs: outputs of the model for the global batch, if the loss is computed from them.
-        loss: loss of the global batch; None if it was not computed.
+        loss: loss of the global batch; None if no loss was computed.
         first_row: index of the replica's first row in the global batch.
-        num_rows: rows of the replica without padding.
-        rows: rows of the replica with padding.
+        num_rows: number of the replica's rows without padding.
+        rows: number of the replica's rows with padding.
     """
 
     layers: dict[str, Tensor]
@@ -112,15 +114,15 @@ class SingleProcess:
     rank, num_processes = 0, 1
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Returns a list with the value, since there is one rank."""
+        """Returns a list that contains only `value`, since there is only one rank."""
         return [value]
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """Returns the number, since there is one rank."""
+        """Returns `number` unchanged, since there is only one rank."""
         return number
 
     def any_rank(self, flag: bool) -> bool:
-        """Returns the flag, since there is one rank."""
+        """Returns `flag` unchanged, since there is only one rank."""
         return flag
 
     def open_scatter(self) -> None:
@@ -130,13 +132,13 @@ class SingleProcess:
 class Strategy(Protocol):
     """Defines how the devices of a run share the work.
 
-    A strategy contains everything that differs between the backends in a worker process. kerasdp makes the strategy
-    before it imports Keras. A strategy inherits from this class, and implements the methods that have no body
-    here.
+    A strategy contains the code of a worker process that depends on the backend. kerasdp makes the strategy before it
+    imports Keras. A strategy inherits from this class, and implements the methods that have no body here.
 
     Attributes:
-        processes: exchanges values between the processes of the run.
-        split: says how the replicas split a batch. Each `fit` sets it, since training batches may have micro-batches.
+        processes: object that exchanges values between the processes of the run.
+        split: how each batch is split over the replicas. Each `fit` sets a new split, since training batches may have
+            micro-batches.
     """
 
     processes: Processes
@@ -147,7 +149,7 @@ class Strategy(Protocol):
         return nullcontext()
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Copies a batch to the devices of this process. Runs in a reading thread."""
+        """Copies a batch to the devices of this process. The reading threads of a feed call this method."""
 
     def running(self, model: "keras.Model") -> AbstractContextManager[None]:
         """Returns the context in which `fit`, `evaluate` and `predict` run."""
@@ -156,16 +158,16 @@ class Strategy(Protocol):
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
         """Returns the step functions that train, evaluate and predict with a built model on all devices.
 
-        `run_state` says how many steps the run will have.
+        `run_state.num_steps` is the number of steps that the run will have; None if not known.
         """
 
     def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
-        """Calls a function in each replica of this process. Returns the results in the order of the replicas.
+        """Calls a function for each replica of this process. Returns the results in the order of the replicas.
 
         Args:
             function: a function without arguments.
             is_traced: whether the function runs with abstract tensors that have no values, as under a compiler. JAX
-                always traces, because eager calls would compile each operation separately.
+                always traces the function once for all replicas: eager calls would compile each operation separately.
 
         Raises:
             Exception: the framework's error if a traced function needs the value of a tensor.
@@ -178,18 +180,22 @@ class Strategy(Protocol):
         """
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables that are not bit-equal on all replicas. Seeds count as variables.
+        """Returns the paths of variables that are not bit-equal on all replicas.
 
-        With `state_only`, compares only variables that are not trained.
+        The variables include seed states. If `state_only` is True, compares only non-trainable variables.
         """
 
     def gather_variables(self, model: "keras.Model") -> None:
-        """Copies the values of all variables to each process, if a process computes only some of them."""
+        """Copies the current values of all variables to each process.
+
+        This is needed if each process updates only some of the variables.
+        """
 
     def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """Returns the result of `take` for each variable's value. All processes must call it together.
+        """Returns the result of `take` for the value of each variable. All processes must call this method together.
 
-        Sharded variables are gathered one at a time. A process that passes None as `take` gets an empty list.
+        Gathers sharded variables one at a time. If `take` is None, this process takes part in the gathering, and
+        ignores the result.
         """
         self.gather_variables(model)
         return [] if take is None else [take(variable) for variable in variables]
@@ -197,6 +203,6 @@ class Strategy(Protocol):
     def peak_memory_bytes(self) -> int:
         """Returns the peak memory in bytes: the maximum over the devices of this process.
 
-        On the CPU it is the peak memory of the process.
+        On the CPU, returns the peak memory of the process.
         """
         return peak_memory_of_process()

@@ -22,22 +22,24 @@ _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 
 
 def say_flags() -> None:
-    """Makes messages of this process and its workers show options as flags, because a command line started the run."""
+    """Makes messages of this process and its workers show options as flags, such as `--gpus=2`."""
     os.environ[_FROM_COMMAND_LINE] = "1"
 
 
 def is_from_command_line() -> bool:
-    """Returns whether messages show options as flags."""
+    """Returns whether messages show options as flags, because a command line started the run."""
     return _FROM_COMMAND_LINE in os.environ
 
 
 def addressed(message: str) -> str:
-    """Shows the options in a message as flags or as Python arguments, depending on how the program was started.
+    """Returns a message in which options are flags or Python arguments, depending on how the program was started.
+
+    If a command line started the program, flags stay flags. Otherwise a flag such as `--gpus=2` becomes an argument,
+    `num_devices=2`.
 
     Args:
-        message: a message with flags, such as `--gpus=2`. On the command line they stay. For Python they become
-            arguments, such as `num_devices=2`. A message of several lines comes from another program and is not
-            changed.
+        message: a message in which options are flags. A message with several lines comes from another program, and is
+            not changed.
     """
     if is_from_command_line() or "\n" in message:
         return message
@@ -59,7 +61,7 @@ def redacted(text: str, url: str = "") -> str:
 
     Args:
         text: a text to show or write.
-        url: a URL that another program received. If the text has the URL's password without the URL, it is removed too.
+        url: a URL whose password is removed, too, even if the text contains the password without the URL.
     """
     user = _URL_USER.search(url)
     for secret in user[0][len(user[1]) : -1].split(":", 1)[1:] if user else ():
@@ -68,14 +70,14 @@ def redacted(text: str, url: str = "") -> str:
 
 
 class RunError(Exception):
-    """An error that ends a run. The message says what was expected, what was received and what to do.
+    """The base class of all errors that end a run. The message says what is wrong, and what to do.
 
-    It is the base class of all errors of a run. A program that does not catch it prints the message as one line. The
-    exit code is the attribute `exit_code`: 1, unless a subclass changes it.
+    A program that does not catch the error prints the message as one line. The exit code of the program is the
+    attribute `exit_code`. It is 1, unless a subclass changes it.
 
     Args:
-        message: the text. It contains options as flags, `--gpus=2`; Python users read `num_devices=2`. Passwords in
-            URLs are removed.
+        message: text of the error. It contains options as flags, such as `--gpus=2`. Python users see arguments, such
+            as `num_devices=2`. Passwords in URLs are removed.
 
     Example:
         ```python
@@ -103,13 +105,13 @@ class RunError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that a notebook shows: only the message, without the stack.
 
-        IPython calls this method of an exception (IPython/core/interactiveshell.py, since 0.11).
+        IPython calls this method to show an exception (IPython/core/interactiveshell.py, since 0.11).
         """
         return [f"{type(self).__name__}: {self}"]
 
 
 class UserError(RunError, ValueError):
-    """A flag, an argument or a file that cannot be used. The exit code is 2. It is also a `ValueError`.
+    """Raised if a flag, an argument or a file cannot be used. The exit code is 2. The error is also a `ValueError`.
 
     Example:
         ```python
@@ -126,11 +128,11 @@ class UserError(RunError, ValueError):
 
 
 class DeviceError(RunError):
-    """A device failed: it is out of memory, another program uses it, or its connection to other devices is broken."""
+    """Raised if a device fails: it is out of memory, in use by another program, or disconnected from other devices."""
 
 
 class NonFiniteLossError(RunError):
-    """The loss became NaN or infinite, at `step`."""
+    """Raised if the loss becomes NaN or infinite. The attribute `step` is the number of the step."""
 
     def __init__(self, message: str, step: int = 0):
         super().__init__(message)
@@ -138,11 +140,11 @@ class NonFiniteLossError(RunError):
 
 
 class ReplicasDifferError(RunError):
-    """The weights of a model differ between its replicas."""
+    """Raised if the weights of a model differ between replicas."""
 
 
 class PreemptedError(RunError):
-    """A signal (SIGTERM or SIGUSR1) stopped the run, and the run saved a checkpoint. The exit code is 99.
+    """Raised if SIGTERM or SIGUSR1 stops a run, after the run has saved a checkpoint. The exit code is 99.
 
     The message says how to resume the run.
 
@@ -171,15 +173,15 @@ class PreemptedError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint is corrupt or truncated."""
+    """Raised if a checkpoint is corrupt or truncated."""
 
 
 class WorkerError(RunError):
-    """A worker process died or raised an error. The message contains the error of the worker."""
+    """Raised if a worker process dies or raises an error. The message contains the error of the worker."""
 
 
 def way_to_resume(workdir: str | None, checkpoint_dir: str | None) -> str:
-    """Returns how to resume a run with these folders: flags, or a call of `launch` in Python."""
+    """Returns a text with the flags, or the call of `launch` in Python, that resume a run with these folders."""
     folders = {"workdir": workdir, "checkpoint_dir": checkpoint_dir}
     given = {name: folder for name, folder in folders.items() if folder is not None}
     if is_from_command_line():
@@ -188,7 +190,7 @@ def way_to_resume(workdir: str | None, checkpoint_dir: str | None) -> str:
 
 
 def say_how_it_ends(error: RunError | KeyboardInterrupt) -> int:
-    """Prints the last message of a program that an error or Ctrl-C ends; returns the exit code."""
+    """Prints the last message of a program that ends because of an error or Ctrl-C. Returns the exit code."""
     line = str(error) if isinstance(error, PreemptedError) else f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         line = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
@@ -200,8 +202,9 @@ def say_how_it_ends(error: RunError | KeyboardInterrupt) -> int:
 def end_in_a_line() -> None:
     """Makes an uncaught `RunError` or Ctrl-C end the program with a one-line message and its exit code.
 
-    It sets `sys.excepthook`, so code that catches the error is not affected. The hook raises SystemExit to set the exit
-    code (Python 3.11 to 3.14). With KERASDP_TRACEBACK=1 in the environment the full traceback is shown.
+    The function sets `sys.excepthook`, so it does not affect code that catches the error. The hook raises `SystemExit`
+    to set the exit code (Python 3.11 to 3.14). With KERASDP_TRACEBACK=1 in the environment the function does nothing,
+    so that Python prints the full traceback.
     """
     former = sys.excepthook
     if os.environ.get("KERASDP_TRACEBACK") == "1" or getattr(former, "__module__", None) == __name__:

@@ -47,9 +47,8 @@ def define(*names: str, **defaults: Any) -> None:
     A flag that the program has already defined, such as a `--batch_size` with another meaning, is not changed.
 
     Args:
-        *names: flags to define, such as `"backend", "gpus"`, for a program that ignores the other options. None: all
-            flags.
-        **defaults: defaults that differ from `kerasdp.launch`, by the name of the flag.
+        *names: names of the flags to define, such as `"backend", "gpus"`. Without names all flags are defined.
+        **defaults: default values that differ from the defaults of `kerasdp.launch`, by name of the flag.
 
     Raises:
         UserError: if `kerasdp.launch` has no argument for one of these flags.
@@ -84,14 +83,14 @@ def define(*names: str, **defaults: Any) -> None:
 def values(argv: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the arguments of `kerasdp.launch` that the command line sets.
 
-    Without `--workdir` the files of the run go to a new folder in `runs/`. After this call messages name flags, and an
-    error of a run ends the program with one line.
+    Without `--workdir` the files of the run go to a new folder in `runs/`. After this call, messages show options as
+    flags, and an uncaught error of a run is printed as one line.
 
     Args:
         argv: the list that `app.run` passes to `main`: the name of the program, and arguments that are not flags.
 
     Returns:
-        Values by argument.
+        A dictionary of values, by name of the argument.
 
     Raises:
         UserError: if `argv` has arguments that are not flags.
@@ -119,7 +118,7 @@ def values(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def of_program() -> dict[str, Any]:
-    """Returns the flags that the program defines itself, by name; `launch` has no arguments for them."""
+    """Returns the values of the flags that the program defines in addition to the arguments of `launch`, by name."""
     choices = {choice.flag for choice in choices_of(Config).values()}
     if not flags.FLAGS.is_parsed():
         return {}

@@ -78,16 +78,16 @@ def launch(
 ) -> Any:
     """Runs `train(runner)` on one or more devices.
 
-    With torch on several devices, `train` runs in one process per device. It runs in a new process if `max_restarts` or
-    `hang_timeout` is given, or if this process has started another backend or fewer virtual devices. `train` is sent to
-    a new process with the objects that it refers to; the script or notebook does not run there again. In all other
-    cases `train` runs in this process.
+    With torch on several devices, `train` runs in one new process per device. Otherwise `train` runs in one new
+    process if `max_restarts` or `hang_timeout` is set, or if this process has started another backend or fewer virtual
+    devices. In all other cases `train` runs in this process. A new process receives `train`, and the
+    objects that `train` refers to. It does not run the script or notebook again.
 
-    An argument that is None keeps the value of `settings`, or the default. `help(kerasdp.Config)` documents each
+    If an argument is None, its value comes from `settings`, or is the default. `help(kerasdp.Config)` documents each
     argument in more detail.
 
     Args:
-        train: a function of a `kerasdp.Runner`, which builds and trains a Keras model. It may be any function,
+        train: a function that takes a `kerasdp.Runner`, and builds and trains a Keras model. It may be any function,
             including a nested function, a lambda, or a function of a notebook.
         settings: a `kerasdp.Config` to start from. None: all defaults.
         backend: `"torch"`, `"jax"` or `"tensorflow"`. Default: the backend of Keras.
@@ -123,12 +123,13 @@ def launch(
         The value that `train` returned (with torch on several devices: on rank 0).
 
     Raises:
-        UserError: if this machine cannot do what an argument requires. Also if `train` needs a new process and refers
-            to an object that cannot be sent, or if `train` itself calls `launch`.
+        UserError: if an argument does not fit this machine, for example because a device is missing. Also if `train`
+            refers to an object that cannot be sent to a new process, or if `train` calls `launch`.
         RunError: if a worker failed; the message is the error of the worker.
         PreemptedError: if SIGTERM or SIGUSR1 arrived, and the run saved a checkpoint. A program that does not catch it
             prints the message as one line, and ends with exit code 99.
-        KeyboardInterrupt: after Ctrl-C. The run first saves a checkpoint of its last step; a second Ctrl-C skips that.
+        KeyboardInterrupt: after Ctrl-C. The run first saves a checkpoint of its last step. A second Ctrl-C skips this
+            checkpoint.
 
     Example:
         ```python
@@ -152,7 +153,7 @@ def launch(
     with _explained_end(settings, changes):
         if _training.locked():
             raise UserError(
-                "launch: the function of another launch runs in this process; call launch after that has returned"
+                "launch: another call of launch is still running in this process; call launch after it has returned"
             )
         settings = dataclasses.replace(settings or Config(), **changes)
         # Before threads begin, which would have memory of their own.
@@ -167,7 +168,7 @@ def launch(
 
 @contextlib.contextmanager
 def _explained_end(settings: Config | None, changes: dict[str, Any]) -> Iterator[None]:
-    """Adds to Ctrl-C how to resume, and makes uncaught errors of a run end the program with one line."""
+    """Adds advice on resuming to a `KeyboardInterrupt`, and makes Python print uncaught errors of a run as one line."""
     try:
         yield
     except KeyboardInterrupt as end:
@@ -186,7 +187,7 @@ def _how_to_resume(settings: Config) -> str:
     from kerasdp.checkpoint.files import paths_in
 
     if not settings.keeps_checkpoints:
-        return addressed("the run wrote no checkpoints: add --workdir, and leave out --checkpoint_every=never")
+        return addressed("the run wrote no checkpoints; add --workdir, and leave out --checkpoint_every=never")
     of_fits = (paths_in(str(settings.checkpoints_of_fit(number))) for number in itertools.count(1))
     try:
         paths = list(itertools.takewhile(bool, of_fits))
@@ -197,10 +198,13 @@ def _how_to_resume(settings: Config) -> str:
 
 
 def _resolve(settings: Config) -> tuple[Cluster | None, Config]:
-    """Returns the place of this process among several, and settings without open choices.
+    """Chooses the backend, finds the other processes of the run, and completes the settings.
+
+    Returns:
+        A tuple: the `Cluster` of this process, or None if the run has only this process; the completed settings.
 
     Raises:
-        UserError: as in `launch`.
+        UserError: if no backend can be chosen, or the processes cannot train together.
     """
     settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
     cluster = _find_cluster(settings)
@@ -210,10 +214,10 @@ def _resolve(settings: Config) -> tuple[Cluster | None, Config]:
 
 
 def _find_cluster(settings: Config) -> Cluster | None:
-    """Returns the place of this process among the processes of the run; None if it is the only process.
+    """Returns the `Cluster` of this process; None if the run has only this process.
 
     Raises:
-        UserError: if the processes cannot train together.
+        UserError: if the processes of the run cannot train together.
     """
     found = None
     if settings.backend == "jax":
@@ -228,15 +232,15 @@ def _find_cluster(settings: Config) -> Cluster | None:
         )
     if settings.backend == "jax" and settings.strategy != "data":
         raise UserError(
-            f"--strategy={settings.strategy}: works on one machine only. Received: several; use --strategy=data with "
-            "--shard=weights"
+            f"--strategy={settings.strategy}: works on one machine only. Received: several machines; use "
+            "--strategy=data with --shard=weights"
         )
     return found
 
 
 @contextlib.contextmanager
 def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
-    """Creates the folders of a run, and prevents other runs from using them."""
+    """Creates the folders of a run, and prevents other runs from using these folders during the `with` block."""
     workdir = settings.workdir and os.path.abspath(settings.workdir)
     place, resume = settings.checkpoint_dir, settings.resume
     with contextlib.ExitStack() as stack:
@@ -254,17 +258,19 @@ def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_devices(settings: Config) -> Iterator[list[str]]:
-    """Makes the devices of a run in this process, for parallelism written by hand. It is a context manager.
+    """Sets up the backend and the devices of a run in this process, for a custom parallel program.
 
-    Models that are built in the `with` block start with the same weights as in a run with these settings.
+    Use it as a context manager. Models that are built in the `with` block start with the same weights as in a run with
+    these settings.
 
     Args:
-        settings: a `kerasdp.Config`. The function reads `backend`, `num_devices` (None: 2), `device`, `precision` and
-            `seed`.
+        settings: a `kerasdp.Config`. The function uses only `backend`, `num_devices` (None: 2), `device`, `precision`
+            and `seed`.
 
     Yields:
-        A list with a name for each device, for `keras.device`: `["gpu:0", "gpu:1"]`. Without a GPU they are virtual CPU
-        devices. If there are fewer GPUs than `num_devices`, names are repeated. With torch the CPU is one device.
+        A list with the name of each device for `keras.device`, such as `["gpu:0", "gpu:1"]`. Without a GPU the devices
+        are virtual CPU devices. If there are fewer GPUs than `num_devices`, names are repeated. With torch all virtual
+        CPU devices have the same name.
 
     Raises:
         UserError: if the backend or device does not exist, or this process has started another backend.
@@ -313,7 +319,11 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
 
 
 def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
-    """Runs in this process; or in a supervised one, if the settings need it or this process cannot have the devices."""
+    """Runs `train` in this process or in a new, supervised process.
+
+    A new process is needed if the settings ask for restarts or a timeout, or if this process has started another
+    backend or other devices.
+    """
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
         is_rank = cluster is not None and settings.backend == "torch"  # the program that started it watches over it
@@ -326,7 +336,7 @@ def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -
 
 
 def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
-    """Starts the workers."""
+    """Sets up the devices of the run, starts the workers, and returns the result of `train`."""
     with _native_stderr_suppressed(), signals.delayed():
         backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
     # With several machines, keep stderr: what JAX says while it waits for the others must be visible.
@@ -337,10 +347,10 @@ def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any])
 
 @contextlib.contextmanager
 def _native_stderr_suppressed() -> Iterator[None]:
-    """Suppresses the native stderr of a framework at its start. Python errors are still raised.
+    """Suppresses the output of native code to stderr during the `with` block. Python errors are still raised.
 
-    TensorFlow (2.21) prints four lines about its build, whatever TF_CPP_MIN_LOG_LEVEL says, and a warning if there is
-    no GPU. The first line of a run reports the number of GPUs.
+    TensorFlow (2.21) prints four lines about its build, even if TF_CPP_MIN_LOG_LEVEL is set, and a warning if there
+    is no GPU. This warning is not needed, because the first line of a run reports the number of GPUs.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -354,16 +364,17 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 
 class _QuietTensorFlow(importlib.abc.MetaPathFinder):
-    """Imports TensorFlow for `tf.data` in a run of another backend: without its output, without GPUs, and with a seed.
+    """An import hook that prepares TensorFlow for `tf.data` in a run with another backend.
 
-    `tf.data` shuffles with that seed. By default TensorFlow (2.21) would allocate all memory of each GPU.
+    The hook suppresses the output of TensorFlow, sets the seed with which `tf.data` shuffles, and hides all GPUs.
+    TensorFlow (2.21) would otherwise allocate all memory of each GPU.
     """
 
     def __init__(self, seed: int):
         self._seed = seed
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Returns how to import TensorFlow; None for other modules."""
+        """Returns the import spec of TensorFlow; None for all other modules."""
         if fullname != "tensorflow":
             return None
         spec: Any = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -379,14 +390,14 @@ class _QuietTensorFlow(importlib.abc.MetaPathFinder):
 
 
 def _prepare_tensorflow(settings: Config) -> None:
-    """Installs `_QuietTensorFlow` if the run uses another backend than TensorFlow."""
+    """Installs `_QuietTensorFlow` in this process if the backend of the run is not TensorFlow."""
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _QuietTensorFlow)]  # of a run before
     if settings.backend != "tensorflow":
         sys.meta_path.insert(0, _QuietTensorFlow(settings.seed))
 
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
-    """Makes the strategy and the `Runner` in a worker, and calls `train`."""
+    """Creates the strategy and the `Runner` in a worker, calls `train`, and returns the result."""
     _prepare_tensorflow(settings)
     with signals.noticed(), _device_errors_told():
         with signals.delayed():
@@ -402,7 +413,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         elif (name := tf_data_of(train)) is not None:
             warn(
                 f"{name}, which {name_of(train)} refers to, is a tf.data.Dataset made before kerasdp.launch: if it "
-                f"shuffles, its order does not follow the run's seed; create it in {name_of(train)}"
+                f"shuffles, its order does not depend on the seed of the run; create it in {name_of(train)}"
             )
         processes, timeout = strategy.processes, settings.hang_timeout
         if processes.num_processes > 1:
@@ -426,7 +437,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def _device_errors_told() -> Iterator[None]:
-    """Turns errors of a device, such as too little memory, into one-line errors."""
+    """Turns known errors of devices and frameworks, such as too little memory, into one-line errors."""
     try:
         yield
     except Exception as error:
@@ -440,7 +451,7 @@ _training = threading.Lock()  # held while `train` runs in this process
 
 @contextlib.contextmanager
 def _only_prints_of(is_chief: bool) -> Iterator[None]:
-    """Discards stdout on all ranks except rank 0, so that `print` shows each line once. Keeps stderr of every rank."""
+    """Discards stdout on all ranks except rank 0, so that `print` shows each line once. Does not change stderr."""
     with contextlib.ExitStack() as stack:
         if not is_chief:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

@@ -1,9 +1,9 @@
 """Defines the built-in image models, loads backbones of keras.applications, and makes optimizers by name.
 
-The built-in models are plain Keras, from the smallest to the largest. Each function takes `input_shape`, `(height,
-width, channels)`; `num_classes`, the number of logits; and `kernel_initializer` for all kernels, None: Glorot uniform.
-It returns a model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, shape `(batch,
-num_classes)`.
+The built-in models are plain Keras models, from the smallest to the largest. The functions have these arguments:
+`input_shape` is `(height, width, channels)`. `num_classes` is the number of logits. `kernel_initializer` initializes
+all kernels; None means Glorot uniform. A model takes images with values from 0 to 255, shape `(batch, height, width,
+channels)`. It returns logits, shape `(batch, num_classes)`.
 """
 
 import inspect
@@ -21,22 +21,22 @@ from kerasdp.errors import UserError
 def build_model(
     name: str, input_shape: tuple[int, ...], num_classes: int, builders: Sequence[Callable[..., Any]] | None = None
 ) -> keras.Model:
-    """Builds a model by the name of its function.
+    """Builds a built-in or user-defined model by name.
 
     Args:
-        name: `"lenet"`, `"lenet(activation='relu')"` or another built-in model; or `"my_model.py:build"`, a
-            user-defined function that is called as `build(input_shape=, num_classes=)`.
+        name: a built-in model, such as `"lenet"` or `"lenet(activation='relu')"`; or a user-defined function, such as
+            `"my_model.py:build"`, which is called as `build(input_shape=..., num_classes=...)`.
         input_shape: shape of one input, without the batch axis.
         num_classes: number of logits.
-        builders: functions that `name` can refer to. None: `mlp`, `lenet`, `convnet`, `resnet18` and `resnet50`.
+        builders: functions that build the built-in models. None: `mlp`, `lenet`, `convnet`, `resnet18` and `resnet50`.
 
     Returns:
         A `keras.Model`, not compiled, whose outputs are logits of shape `(batch, num_classes)`. The built-in models
-        scale images from 0 to 255. `"mlp"` also takes vectors, which it does not scale.
+        scale images with values from 0 to 255. `"mlp"` also takes vectors, which it does not scale.
 
     Raises:
-        UserError: if there is no such model; if the user-defined function does not take these arguments, or returns no
-            Keras model.
+        UserError: if there is no model of this name; if the user-defined function does not take these arguments, or
+            does not return a Keras model.
 
     Example:
         ```python
@@ -84,7 +84,7 @@ def make_optimizer(name: str, learning_rate: Any = None) -> keras.optimizers.Opt
         A Keras optimizer.
 
     Raises:
-        UserError: if Keras has no such optimizer, or it does not take these arguments.
+        UserError: if Keras has no optimizer of this name, or the optimizer does not take these arguments.
 
     Example:
         ```python
@@ -125,9 +125,9 @@ _NORM = {"momentum": 0.9, "epsilon": 1e-5}
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds two dense layers, the hidden one with 10 units: the toy model of the PyTorch model parallelism tutorial.
+    """Builds a model with one hidden layer of 10 units, like the toy model in PyTorch's tutorial on model parallelism.
 
-    `input_shape` may also be `(features,)`; features are not scaled. The tutorial has `(10,)` and 5 outputs.
+    `input_shape` may also be `(features,)`. Features are not scaled. The tutorial has 10 features and 5 outputs.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     if len(input_shape) == 1:
@@ -145,7 +145,7 @@ def lenet(
     """Builds LeNet: two convolutions with average pooling, then two dense layers.
 
     It follows the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998), for images of `(28, 28,
-    1)`. The chapter uses `activation="relu"`. ReLU amplifies round-off: near 0, its gradient jumps between 0 and 1.
+    1)`. The chapter uses `activation="relu"`. ReLU amplifies round-off, because its gradient jumps from 0 to 1 at 0.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
@@ -159,7 +159,7 @@ def lenet(
 
 
 def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds three convolutions with batch norm, pooling, a dense layer and dropout.
+    """Builds a model of three convolutions with batch norm, pooling, a dense layer and dropout.
 
     It follows the Keras guide "Multi-GPU distributed training with PyTorch" (keras.io, 2023), for images of `(28, 28,
     1)`.
@@ -204,7 +204,7 @@ def _basic_block(
 ) -> keras.KerasTensor:
     """Adds a residual block: conv-BN-ReLU-conv-BN, plus the shortcut, then ReLU.
 
-    The convolutions have a bias. `strides=2` halves the image.
+    The convolutions have a bias. `strides=2` halves the height and the width.
     """
     shortcut = x
     if strides != 1:
@@ -228,11 +228,11 @@ def _padded_conv(
 
 
 def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Builds ResNet-50: a 7x7 stem with max-pooling, and four stages of 3, 4, 6, 3 bottleneck blocks.
+    """Builds ResNet-50: a 7x7 stem with max-pooling, and four stages of 3, 4, 6 and 3 bottleneck blocks.
 
-    It has 25.6 million parameters (He et al. 2016, arXiv:1512.03385), and the stride in the 3x3 convolution, as in
-    torchvision. The paper uses images of `(224, 224, 3)` and 1000 classes. `kernel_initializer` None: He normal, as in
-    the paper.
+    It has 25.6 million parameters (He et al. 2016, arXiv:1512.03385). In a block with stride 2, the 3x3 convolution has
+    the stride, as in torchvision. The paper uses images of `(224, 224, 3)` and 1000 classes. `kernel_initializer=None`
+    means He normal, as in the paper.
     """
     kernels = {"kernel_initializer": kernel_initializer or "he_normal"}
     inputs, x = _image_input(input_shape)
@@ -252,9 +252,9 @@ def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer:
 def _bottleneck(
     x: keras.KerasTensor, filters: int, strides: int, widen: bool, name: str, kernels: dict[str, Any]
 ) -> keras.KerasTensor:
-    """Adds 1x1, 3x3 and 1x1 convolutions, plus the shortcut. The output has `4 * filters` channels.
+    """Adds a bottleneck block: 1x1, 3x3 and 1x1 convolutions, plus the shortcut, then ReLU.
 
-    `widen` puts a convolution on the shortcut, too.
+    The output has `4 * filters` channels. If `widen` is True, the shortcut has a convolution, too.
     """
     shortcut = _conv_norm(x, 4 * filters, 1, strides, f"{name}_shortcut", kernels) if widen else x
     x = layers.ReLU(name=f"{name}_relu1")(_conv_norm(x, filters, 1, 1, f"{name}_1", kernels))
@@ -278,7 +278,7 @@ def _image_input(input_shape: tuple[int, ...]) -> tuple[keras.KerasTensor, keras
     as in training.
 
     Returns:
-        The model's input, shape `(batch, *input_shape)`, and the tensor to build the model on.
+        A tuple: the input of the model, shape `(batch, *input_shape)`; the scaled images, to which layers are applied.
     """
     inputs = keras.Input(input_shape, name="image")
     return inputs, layers.Rescaling(1.0 / 255, name="rescaling")(inputs)
@@ -289,8 +289,8 @@ def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tupl
 
     Args:
         name: name of a function of `keras.applications`, such as `"MobileNetV2"`.
-        weights: `"imagenet"`: Keras downloads the weights. `"none"`: random weights. Or the path of a `.weights.h5`
-            file of the same model without its head.
+        weights: `"imagenet"`: Keras downloads the weights. `"none"`: the weights are random. Any other value is the
+            path of a `.weights.h5` file of the same model without its head.
         input_shape: `(height, width, 3)`.
 
     Returns:
@@ -298,7 +298,7 @@ def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tupl
         `preprocess_input` takes images from 0 to 255.
 
     Raises:
-        UserError: if there is no such model, or no such weights.
+        UserError: if Keras has no model of this name, or the weights cannot be loaded.
 
     Example:
         ```python
@@ -322,7 +322,7 @@ def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tupl
             model = builder(include_top=False, weights=None if weights == "none" else weights, input_shape=input_shape)
     except Exception as error:  # Keras raises bare Exception for a failed download
         reason = " ".join(str(error).split())
-        way = "; without a network: --weights=FILE.weights.h5, or none" if weights == "imagenet" else ""
+        way = "; offline, use --weights=FILE.weights.h5 or --weights=none" if weights == "imagenet" else ""
         raise UserError(
             f"--backbone: {name} with --weights={weights} cannot be loaded for images of shape {input_shape} "
             f"({reason:.300}){way}"

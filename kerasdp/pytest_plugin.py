@@ -1,4 +1,4 @@
-"""Provides the pytest fixture `training_parity`, which tests that a Keras model trains the same everywhere.
+"""Provides the pytest fixture `training_parity`, which tests that a model trains the same on every backend.
 
     def build_model():
         import keras
@@ -9,7 +9,7 @@
     def test_portable(training_parity):
         training_parity(build_model, (x, y))
 
-This test runs once for each backend and device count. Backends that are not installed are skipped.
+This test runs once for each backend and number of devices. Backends that are not installed are skipped.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _REFERENCES = pytest.StashKey[dict[Any, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options that select backends and device counts."""
+    """Adds the pytest options that select backends and numbers of devices."""
     group = parser.getgroup("kerasdp", "training parity of Keras models")
     said = "Backends, comma-separated; the first installed one is the reference."
     group.addoption("--parity-backends", type=_backends, default=list(BACKENDS), help=said)
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Creates one test for each backend and device count."""
+    """Creates one test for each backend and number of devices from each test that uses the fixture."""
     if "training_parity" in metafunc.fixturenames:
         backends, counts = (metafunc.config.getoption(name) for name in ("--parity-backends", "--parity-devices"))
         ways = list(itertools.product(backends, counts))
@@ -42,11 +42,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Returns a function that trains a model in one way, and fails the test if it diverges from the reference.
+    """Returns a function that trains a model, and fails the test if the run diverges from the reference run.
 
-    Call it as `training_parity(build_model, data, ...)`. The arguments are the arguments of `kerasdp.parity.compare`,
-    without `backends`, `device_counts` and `report`. The reference is the first installed backend on the first number
-    of devices. With `batch_norm="replica"` the reference has as many devices as this test.
+    A test calls `training_parity(build_model, data, ...)`. The function has the arguments of `kerasdp.parity.compare`,
+    except `backends`, `device_counts`, `report` and `with_plain`. The reference run uses the first installed backend
+    and the first number of devices. With `batch_norm="replica"` it uses the same number of devices as this test.
     """
     from kerasdp import parity
     from kerasdp.processes.devices import is_installed

@@ -9,9 +9,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
 class Detail(enum.IntEnum):
-    """Says how much a training step records.
+    """Lists how much a training step can record.
 
-    `SUMMARY` records a few scalars. `EVERYTHING` also records the output of each layer and the gradient of each weight.
+    `NOTHING` records no values. `SUMMARY` records a few scalars. `EVERYTHING` also records the output of each layer and
+    the gradient of each weight.
     """
 
     NOTHING = 0
@@ -24,7 +25,7 @@ class StepObserver(Protocol):
 
     @property
     def detail(self) -> Detail:
-        """Returns how much the next step has to record."""
+        """Returns how much the next step must record."""
 
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
         """Receives the loss of a step, the indices of its samples, and the recorded values."""
@@ -36,9 +37,9 @@ StepListener = Callable[[Any, Any, int], None]
 
 
 class Position(NamedTuple):
-    """Marks a place between two steps of a training.
+    """Identifies a point between two training steps of a run.
 
-    At this place `batch` batches of epoch `epoch` are trained. Epochs count from 0.
+    At this point, the run has trained on the first `batch` batches of epoch `epoch`. Epochs count from 0.
     """
 
     epoch: int
@@ -46,10 +47,10 @@ class Position(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Describes the data of an evaluation or a prediction. `fit` may evaluate at the end of each epoch.
+    """Describes the data of an evaluation (also within `fit`) or of a prediction.
 
     Attributes:
-        num_batches: number of batches of all evaluations together; None if not known.
+        num_batches: number of batches; in `fit`, the total of the evaluations of all epochs. None if not known.
         batch_size: rows of a full batch.
     """
 
@@ -60,22 +61,23 @@ class Evaluated(NamedTuple):
 class RunState:
     """Holds the epoch, the step, the position in the data and the end of a training run.
 
-    Only this class changes these values. Other code reads them or calls its methods. One `RunState` lives as long as a
-    `Runner`, and step functions stay valid from one `fit` to the next. `begin_fit` resets it.
+    Only this class changes these values. Other code reads the values, or calls methods of this class. A `Runner` uses
+    one `RunState` for all of its calls of `fit`, so its step functions stay valid. `begin_fit` resets the state.
 
     Attributes:
-        description: says how the devices share the model, for the step functions that run.
-        observer: records the steps, if it is set.
-        evaluated: the data that the running `fit`, `evaluate` or `predict` evaluates; None if there is no such data.
+        description: text of the current step functions that says how the devices share the model.
+        observer: object that records the steps, or None.
+        evaluated: description of the data that the running `fit`, `evaluate` or `predict` evaluates; None if it
+            evaluates no data.
         step: number of weight updates.
         first_step: value of `step` at the resume point; 0 in a new run.
-        epoch: the current epoch, from 0.
-        batch: trained batches of the current epoch, including the batches before a resume point.
-        num_batches: batches of an epoch; None if not known.
+        epoch: index of the current epoch, from 0.
+        batch: number of trained batches of the current epoch, including the batches before a resume point.
+        num_batches: number of batches of an epoch; None if not known.
         epochs: number of epochs after which the training ends.
         max_steps: number of steps after which the training ends; None if there is no limit.
         batch_size: rows of a full batch.
-        epoch_images: rows trained in the current epoch.
+        epoch_images: number of rows that the current epoch has trained on.
         epoch_seconds: duration of the training part of each finished epoch.
         num_restored: number of these epochs that a run before this one trained, maybe on other devices.
         epoch_rates: images per second of each finished epoch.
@@ -99,7 +101,7 @@ class RunState:
     ) -> None:
         """Resets the state for a new `fit`. Keeps the observer, the listeners and `evaluated`.
 
-        For the arguments see the attributes of the class.
+        See the attributes of the class for the arguments.
         """
         self.batch_size, self.num_batches, self.epochs, self.max_steps = batch_size, num_batches, epochs, max_steps
         self.step = self.first_step = self.epoch = self.batch = self.epoch_images = 0
@@ -116,7 +118,7 @@ class RunState:
 
     @contextlib.contextmanager
     def of_full_batch(self, num_rows: int) -> Iterator[None]:
-        """Sets the size of a full batch to `num_rows` for one step, and restores the former size at exit."""
+        """Sets the size of a full batch to `num_rows` for one step, and restores the previous size at exit."""
         kept, self.batch_size = self.batch_size, num_rows
         try:
             yield
@@ -144,7 +146,7 @@ class RunState:
         self.was_over = not position.batch and is_at_end
 
     def begin_epoch(self, epoch: int) -> None:
-        """Starts an epoch and its clock."""
+        """Starts an epoch, and starts to measure its duration."""
         self.epoch, self.is_epoch_cut = epoch, False
         self.batch = self.num_skipped
         self.epoch_images, done = self._trained_before
@@ -152,7 +154,7 @@ class RunState:
         self._clock, self._seconds = time.perf_counter() - done, None
 
     def after_step(self, loss: Any, indices: Any, seen: dict[str, Any], learning_rate: Any = None) -> None:
-        """Counts a step, and calls the observer and the listeners.
+        """Updates the step and row counts after a training step. Calls the observer and the listeners.
 
         Args:
             loss: loss of the global batch, a scalar tensor; None if the step does not return it.
@@ -174,7 +176,7 @@ class RunState:
         self.is_epoch_cut = is_stopping and self.batch != self.num_batches
 
     def stop_clock(self) -> None:
-        """Stops the clock at the end of the epoch's training part, so that validation does not count.
+        """Stops the measurement of the epoch's duration, so that the duration excludes validation.
 
         Later calls in the same epoch change nothing.
         """
@@ -182,7 +184,7 @@ class RunState:
             self._seconds = time.perf_counter() - self._clock
 
     def end_epoch(self) -> None:
-        """Adds the duration and the speed of the epoch to the lists of finished epochs."""
+        """Appends the duration of the epoch to `epoch_seconds`, and its speed to `epoch_rates`."""
         self.stop_clock()
         self.epoch_seconds.append(self.seconds_of_epoch)
         self.epoch_rates.append(self.epoch_images / self.seconds_of_epoch)
@@ -191,7 +193,7 @@ class RunState:
     def measurements(self) -> dict[str, Any]:
         """Returns the durations and image counts that `resume` needs.
 
-        Between two epochs the values of the current epoch are 0.
+        Between two epochs, the entries `images` and `seconds` are 0.
         """
         is_in_epoch = self._clock is not None
         return {
@@ -210,7 +212,7 @@ class RunState:
 
     @property
     def position(self) -> Position:
-        """Returns the position in the data of the next batch to train."""
+        """Returns the epoch and the index of the next batch to train on."""
         return Position(self.epoch, self.batch)
 
     @property
@@ -220,7 +222,7 @@ class RunState:
 
     @property
     def num_steps(self) -> int | None:
-        """Returns the number of steps of the whole training; None if not known."""
+        """Returns the number of steps of the whole run; None if not known."""
         steps = self.num_batches and self.num_batches * self.epochs
         return min(filter(None, [steps, self.max_steps]), default=None)
 
@@ -243,7 +245,7 @@ class RunState:
         self._listeners.append(listener)
 
     def remove_listener(self, listener: StepListener) -> None:
-        """Removes a listener. Does nothing if it is not registered."""
+        """Removes a listener. Does nothing if the listener is not registered."""
         with contextlib.suppress(ValueError):
             self._listeners.remove(listener)
 
@@ -255,10 +257,9 @@ _ATTRIBUTE = "_kerasdp_caches"
 class ModelCache(Generic[T]):
     """Stores one value for each model, such as step functions or a pipeline engine, which are expensive to make.
 
-    The values refer to their model. In a `WeakKeyDictionary` with models as keys they would keep each model alive for
-    the whole run. Therefore each model holds its values itself, in one dictionary with the caches as weak keys. No
-    cache sees the values of another cache. A value is freed with its model or its cache, when the first of the two is
-    freed.
+    Each value refers to its model. So a `WeakKeyDictionary` with models as keys would never free a model. Instead, each
+    model stores its values in a dictionary with the caches as weak keys. A value is freed when its model or its cache
+    is freed. Different caches have separate values.
     """
 
     def get(self, model: object) -> T | None:

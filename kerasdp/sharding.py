@@ -1,4 +1,4 @@
-"""Defines which variables are sharded over devices, along which axis, and how much memory that saves."""
+"""Defines which variables are sharded over devices, along which axis, and how many bytes each device then stores."""
 
 import math
 import re
@@ -10,13 +10,13 @@ SMALLEST = 2**11
 
 
 def cut_axis(shape: Sequence[int], num_parts: int) -> int | None:
-    """Returns the axis along which a variable is sharded: the largest one that `num_parts` divides.
+    """Returns the axis along which a variable is sharded: the largest axis whose size is divisible by `num_parts`.
 
-    Of several such axes it is the last one.
+    If several axes have this size, it is the last of these axes.
 
     Args:
         shape: shape of the variable.
-        num_parts: number of devices, with one shard each.
+        num_parts: number of devices. Each device has one shard.
 
     Returns:
         The axis; None if the variable is not sharded.
@@ -28,18 +28,18 @@ def cut_axis(shape: Sequence[int], num_parts: int) -> int | None:
 
 
 def part_of(whole: Any, axis: int, number: int, num_parts: int) -> Any:
-    """Returns one shard of a tensor along an axis, whose size must be a multiple of `num_parts`."""
+    """Returns shard `number` of a tensor along an axis. The size of the axis must be divisible by `num_parts`."""
     length = whole.shape[axis] // num_parts
     return whole[(slice(None),) * axis + (slice(number * length, (number + 1) * length),)]
 
 
 def part_shape(shape: Sequence[int], axis: int, num_parts: int) -> tuple[int, ...]:
-    """Returns the shape of a shard of a tensor."""
+    """Returns the shape of one shard of a tensor that is split along `axis` into `num_parts` shards."""
     return tuple(size // num_parts if place == axis else size for place, size in enumerate(shape))
 
 
 def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
-    """Returns the bytes that variables use on one device, if they are sharded over `num_parts` devices."""
+    """Returns the number of bytes of variables on one device if they are sharded over `num_parts` devices."""
     return sum(
         math.prod(variable.shape)
         * bytes_of_number(variable.dtype)
@@ -49,6 +49,6 @@ def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
 
 
 def bytes_of_number(dtype: Any) -> int:
-    """Returns the bytes of one value of a dtype."""
+    """Returns the number of bytes of one value of a dtype."""
     bits = re.search(r"\d+$", str(getattr(dtype, "name", dtype)))
     return int(bits[0]) // 8 if bits else 1

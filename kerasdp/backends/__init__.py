@@ -1,1 +1,1 @@
-"""Trains with torch, jax or tensorflow. Each backend is one folder; `kerasdp.contract` defines its contents."""
+"""Contains one package per backend: torch, jax and tensorflow. `kerasdp.contract` defines their contents."""

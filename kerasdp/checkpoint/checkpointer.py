@@ -1,4 +1,4 @@
-"""Decides when `fit` writes a checkpoint, and resumes from a checkpoint."""
+"""Writes checkpoints during `fit`, and resumes a run from a checkpoint."""
 
 import dataclasses
 import math
@@ -30,10 +30,10 @@ def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], f
     """Loads the newest checkpoint of a folder into a model and its optimizer.
 
     Returns:
-        The checkpoint; None if there is none.
+        The checkpoint; None if the folder has no checkpoint.
 
     Raises:
-        UserError: if no checkpoint of the folder can be used; if the ranks find different checkpoints; if the
+        UserError: if no checkpoint in the folder can be loaded; if the ranks find different checkpoints; if the
             checkpoint belongs to another run.
     """
     found = files.load_newest(folder, report.warn if processes.rank == 0 else lambda text: None)
@@ -43,7 +43,7 @@ def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], f
         if checksum != expected:
             raise UserError(
                 f"--resume: the newest checkpoint in {folder} differs between {first} and {machine}; put --workdir on "
-                "a shared file system, or copy it to each machine"
+                "a shared file system, or copy the same checkpoints to each machine"
             )
     if found is None:
         return None
@@ -57,17 +57,17 @@ def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], f
 
 @dataclasses.dataclass(eq=False)
 class Checkpointer:
-    """Writes a checkpoint when one is due, and when a signal asks the run to end.
+    """Writes checkpoints at a fixed interval, after each epoch, and when a signal stops the run.
 
-    It saves the state of the callbacks, so it is called after all callbacks and is not a callback itself. Each rank has
-    one, but only rank 0 writes, because the state is the same on all ranks.
+    A checkpoint contains the state of the callbacks. So a `Checkpointer` is called after all callbacks, and is not a
+    callback. Each rank has a `Checkpointer`. Only rank 0 writes files, because the state is the same on all ranks.
 
     Args:
         reader: reader of the training data.
         stateful: callbacks whose state is saved.
         identity: facts that must be the same when the run resumes.
         folder: folder or URL of the checkpoints.
-        resumed: checkpoint from which the run resumes, or None.
+        resumed: checkpoint from which the run resumes. None: the run starts from the beginning.
     """
 
     config: Config
@@ -98,7 +98,10 @@ class Checkpointer:
             self.writer.last_good = files.path_of(self.folder, self.resumed.state["step"])
 
     def restore_callbacks(self) -> None:
-        """Restores the saved state of the callbacks. Call it after `on_train_begin`, which resets that state."""
+        """Restores the saved state of the callbacks.
+
+        Call this method after `on_train_begin`, because many callbacks reset their state in `on_train_begin`.
+        """
         for callback in self.stateful:
             set_monitor_direction(callback)
         # Without the attributes that it has set: they are always saved.
@@ -112,14 +115,20 @@ class Checkpointer:
         self._unsaved = [training_state.unsaved_attributes(callback) for callback in self.stateful]
 
     def begin_epoch(self) -> None:
-        """Restores the metrics if the run resumes within an epoch. Keras has just reset them."""
+        """Restores the saved metrics if the run resumes in the middle of an epoch.
+
+        Call this method at the start of an epoch, after Keras has reset the metrics.
+        """
         self._train_metrics = {}
         if self.resumed and self.resumed.state["batch"]:
             training_state.restore(self.model, self.resumed.arrays, ("metrics",))
         self.resumed = None
 
     def after_step(self) -> None:
-        """Writes a checkpoint if one is due; ends the run if a signal has arrived."""
+        """Writes a checkpoint if the checkpoint interval has passed. Ends the run if a signal has arrived.
+
+        Call this method after each training step.
+        """
         step = self.run_state.step
         # A call may train several steps: of these the last one counts.
         is_due = self.every_steps and step // self.every_steps > self._last_step // self.every_steps
@@ -133,25 +142,28 @@ class Checkpointer:
             self._save(self.run_state.position)
 
     def keep_metrics(self) -> None:
-        """Stores the training metrics. Call it before an evaluation, which resets them."""
+        """Stores the values of the training metrics. Call this method before an evaluation, which resets them."""
         known = training_state.variables_of(self.model, ("metrics",))
         values = self.strategy.read(self.model, list(known.values()), training_state.to_numpy)
         self._train_metrics = dict(zip(known, values))
 
     def after_test_step(self) -> None:
-        """Ends the run if a signal has arrived. The resumed run starts with the validation."""
+        """Ends the run if a signal has arrived during a validation. A resumed run starts with this validation."""
         if self.processes.all_reduce_max_delayed(self._request()) == _END:
             self._end(self.run_state.position)
 
     def after_epoch(self, logs: dict[str, Any]) -> None:
-        """Writes a checkpoint at the end of an epoch. After an early end, the last step's checkpoint is used."""
+        """Writes a checkpoint at the end of an epoch, and ends the run if a signal has arrived.
+
+        If the epoch ended early, the method writes no checkpoint, because the last step has already written one.
+        """
         if not self.run_state.is_epoch_cut:
             self._save(Position(self.run_state.epoch + 1, 0), is_best=self._is_best(logs), wait=True)
         if self.processes.any_rank(signals.noted() is not None):
             self._end(None)
 
     def _request(self) -> int:
-        """Returns the request of this rank: to end, to save, or nothing."""
+        """Returns the request of this rank: `_END`, `_SAVE` or `_NOTHING`."""
         if signals.noted() is not None:
             return _END
         if self.every_seconds and self.writer and time.monotonic() - self._last_time > self.every_seconds:
@@ -160,7 +172,7 @@ class Checkpointer:
         return _NOTHING
 
     def _is_best(self, logs: dict[str, Any]) -> bool:
-        """Returns whether this is the best model so far, by validation loss, or by training loss without validation."""
+        """Returns whether the validation loss, or without a validation the training loss, is the lowest so far."""
         name = "val_loss" if "val_loss" in logs else "loss"
         score = logs.get(name)
         if not isinstance(score, float) or not math.isfinite(score):
@@ -171,10 +183,11 @@ class Checkpointer:
         return True
 
     def close(self) -> str | None:
-        """Waits for a running write.
+        """Waits until the current checkpoint is written.
 
         Returns:
-            On rank 0, a text that says which checkpoint is missing and why; None if all were written.
+            On rank 0, a text that names a checkpoint that could not be written, and the reason. None on other ranks, or
+                if no checkpoint is missing.
         """
         if self.writer is None:
             return None
@@ -183,11 +196,17 @@ class Checkpointer:
 
     @property
     def last_good(self) -> str | None:
-        """Returns the path of the newest written checkpoint, on rank 0."""
+        """Returns the path of the newest complete checkpoint on rank 0; None on all other ranks."""
         return self.writer.last_good if self.writer else None
 
     def _save(self, position: Position, *, is_best: bool = False, wait: bool = False) -> None:
-        """Saves a checkpoint to resume at `position`. During another write it waits (`wait=True`) or does nothing."""
+        """Saves a checkpoint from which a run resumes at `position`.
+
+        Args:
+            position: epoch and batch at which a resumed run continues.
+            is_best: whether to save the checkpoint as the best one, too.
+            wait: whether to wait for a write that is in progress. False: no checkpoint is saved during another write.
+        """
         step = self.run_state.step
         is_known = step == self._last_saved and not is_best and position.batch
         is_written = self.writer is not None and not is_known and (wait or not self.writer.is_busy)
@@ -224,17 +243,17 @@ class Checkpointer:
         self._last_saved = step
 
     def _left_out(self) -> dict[str, Any]:
-        """Returns the model weights that the checkpoints of this run leave out, by name. By default there are none.
+        """Returns the model weights that checkpoints do not contain, by name. By default the result is empty.
 
         Raises:
-            UserError: if these weights have changed since the training began. A resumed run would lose the change.
+            UserError: if these weights have changed since training began, because a resumed run would lose the change.
         """
         if self.config.checkpoint_weights == "all":
             return {}
         if training_state.digest_of_frozen(self.model, self.strategy.read) != self.identity[training_state.FROZEN]:
             raise UserError(
-                f"--checkpoint_weights=trained: frozen weights of {self.model.name} have changed, or other weights "
-                "were frozen, since the training began; checkpoints do not hold them, so use --checkpoint_weights=all"
+                f"--checkpoint_weights=trained: checkpoints leave out frozen weights of {self.model.name}, but these "
+                "weights, or the choice of frozen weights, changed during training; use --checkpoint_weights=all"
             )
         return training_state.frozen(self.model)
 
@@ -250,8 +269,8 @@ class Checkpointer:
         if new:
             self._warned.update(new)
             report.warn(
-                f"checkpoints do not hold {', '.join(new)}, which changed: callback attributes are saved if they are "
-                "numbers, text, arrays, or lists, dictionaries, tuples and sets of these"
+                f"checkpoints do not contain {', '.join(new)}, which changed during training; store the state of a "
+                "callback in numbers, text, arrays, or lists, dictionaries, tuples and sets of these types"
             )
 
     def _end(self, position: Position | None) -> None:
@@ -267,6 +286,6 @@ class Checkpointer:
         if signal is signals.INTERRUPT:
             raise KeyboardInterrupt
         name = "a signal to another process" if signal is None else signal.name
-        saved = f"saved in {path}" if is_saved else "which could not be saved"
+        saved = f"saved in {path}" if is_saved else "but the checkpoint of this step could not be written"
         way = way_to_resume(self.config.workdir, self.config.checkpoint_dir)
         raise PreemptedError(f"stopped by {name} after step {step}, {saved}; resume with {way}")

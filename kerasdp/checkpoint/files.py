@@ -1,8 +1,9 @@
 """Writes and reads checkpoint files. Writes are atomic, and a corrupt file raises an error.
 
-A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors). It has a JSON header
-and arrays by name, and no pickle; many tools can read it. The rest of the state is JSON in the header. The format has
-no checksum, so the header contains a checksum of the arrays, the state and the number of the format.
+A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors), which many tools can
+read. The file contains arrays by name and a JSON header, but no pickled objects. State that is not an array is JSON in
+the header. safetensors has no checksum. So kerasdp writes a checksum of the arrays, the state and the format number
+into the header.
 """
 
 import dataclasses
@@ -32,8 +33,8 @@ class Checkpoint:
 
     Args:
         arrays: arrays of floats and integers, by name.
-        state: the rest of the state, as JSON can hold it. `step` is the number of updates.
-        checksum: checksum of the file that it was loaded from; empty if it was not loaded.
+        state: all state that is not an array, in JSON types. `step` is the number of updates.
+        checksum: checksum in the file that the checkpoint was loaded from; empty if it was not loaded from a file.
     """
 
     arrays: dict[str, np.ndarray]
@@ -53,10 +54,10 @@ def paths_in(folder: str) -> list[str]:
 
 
 def save(path: str, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint atomically: even after a power failure, `path` has the complete new or the old file.
+    """Writes a checkpoint atomically. Even after a power failure, `path` is the old file or the complete new file.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     folder, name = os.path.split(path)
     state = json.dumps(checkpoint.state)
@@ -85,16 +86,16 @@ def load(path: str) -> Checkpoint:
             if number != FORMAT:
                 raise UserError(
                     f"--resume: expected a checkpoint of format {FORMAT}. Received: format {number} in {path}; use the "
-                    "kerasdp that wrote it, or train again in another --workdir or --checkpoint_dir"
+                    "kerasdp version that wrote it, or train again in another --workdir or --checkpoint_dir"
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         if metadata["sha256"] != _checksum(metadata["state"], arrays):
-            raise CheckpointError(f"{path} is corrupt: its checksum does not match")
+            raise CheckpointError(f"{path} is corrupt: its content does not match its checksum")
         return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]), checksum=metadata["sha256"])
     except (CheckpointError, UserError):
         raise
     except (PermissionError, OutOfReachError) as error:  # the file may be sound
-        raise UserError(f"--resume: cannot read {path} ({error.strerror or error})") from error
+        raise UserError(f"--resume: cannot read {path} ({error.strerror or error}); check your access") from error
     except Exception as error:  # anybody may have written the file; a type that NumPy lacks is an AttributeError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is corrupt or truncated ({reason:.300})") from error
@@ -105,18 +106,18 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
 
     Args:
         folder: folder or URL of the checkpoints.
-        report: function that is called with the reason for each checkpoint that cannot be used.
+        report: function that is called with a message for each corrupt checkpoint.
 
     Returns:
-        A tuple of its path and the checkpoint; None if the folder has no checkpoints.
+        A tuple of the path and the checkpoint; None if the folder has no checkpoints.
 
     Raises:
-        UserError: if no checkpoint can be used, the folder cannot be read, or a checkpoint has another format.
+        UserError: if no checkpoint can be loaded; if the folder cannot be read; if a checkpoint has another format.
     """
     try:
         paths = paths_in(folder)
     except OutOfReachError as error:
-        raise UserError(f"--resume: cannot read {folder} ({error})") from error
+        raise UserError(f"--resume: cannot read {folder} ({error}); check your access") from error
     for path in paths:
         try:
             return path, load(path)
@@ -124,8 +125,8 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
             report(f"{error}; trying the checkpoint before it")
     if paths:
         raise UserError(
-            f"--resume: cannot use any of the {len(paths)} checkpoints in {folder} (see above); train again in another "
-            "--workdir or --checkpoint_dir"
+            f"--resume: cannot use any of the {len(paths)} checkpoints in {folder} (see the warnings); train again in "
+            "another --workdir or --checkpoint_dir"
         )
     return None
 
@@ -135,15 +136,16 @@ class Writer:
 
     Attributes:
         last_good: path of the newest checkpoint that was written.
-        unwritten: a text that says which later checkpoint is missing, and why; None if none is missing.
+        unwritten: a text that names a later checkpoint that could not be written, and the reason. None if no checkpoint
+            is missing.
     """
 
     def __init__(self, folder: str, keep: int, report: Callable[[str], None]):
-        """Starts no write.
+        """Creates a writer for a folder. Writes nothing yet.
 
         Args:
             folder: folder or URL of the checkpoints.
-            keep: number of newest checkpoints to keep.
+            keep: number of newest checkpoints to keep. Older ones are removed.
             report: function that is called with a message if a checkpoint cannot be written.
         """
         self.folder, self.keep, self._report = folder, keep, report
@@ -158,7 +160,12 @@ class Writer:
         return self._running is not None and not self._running.done()
 
     def write(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
-        """Starts to write a checkpoint after the previous one is written. `is_best` also writes `best.safetensors`."""
+        """Waits until the previous checkpoint is written, and starts to write a checkpoint in a thread.
+
+        Args:
+            checkpoint: the checkpoint to write.
+            is_best: whether to write the checkpoint as `best.safetensors`, too.
+        """
         self.wait()
         # Training continues, and changes what the state is made of.
         checkpoint = dataclasses.replace(checkpoint, state=json.loads(json.dumps(checkpoint.state)))
@@ -170,19 +177,23 @@ class Writer:
             self._running.result()
 
     def close(self) -> None:
-        """Waits for the last write, and ends the thread."""
+        """Waits until all checkpoints are on disk, and ends the thread of the writer."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
     def _write(self, checkpoint: Checkpoint, is_best: bool) -> None:
-        """Writes a checkpoint, unless a weight is NaN or infinite. Then the run ends, and the valid files must stay."""
+        """Writes a checkpoint, and removes old checkpoints.
+
+        It writes and removes nothing if a weight is NaN or infinite. Then the run ends with an error, and a later run
+        needs the last valid checkpoints.
+        """
         path = path_of(self.folder, checkpoint.state["step"])
         try:
             for name, array in checkpoint.arrays.items():
                 if name.startswith(("model/", "optimizer/")) and not np.isfinite(array).all():
-                    raise OSError(f"{name} is not finite")
+                    raise OSError(f"{name} contains NaN or infinity")
             save(path, checkpoint)
             self.last_good, self.unwritten = path, None
             if is_best:
@@ -190,10 +201,10 @@ class Writer:
             for old in paths_in(self.folder)[self.keep :]:
                 folder_at(self.folder).remove(os.path.basename(old))
         except OSError as error:
-            kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
+            kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier checkpoint"
             reason = error.strerror or str(error)
             if self.unwritten is None:  # once, until one is written again
-                self._report(f"cannot write checkpoints into {self.folder} ({reason}); training continues, {kept}")
+                self._report(f"cannot write checkpoints into {self.folder} ({reason}); training continues; {kept}")
             self.unwritten = f"the checkpoint of step {checkpoint.state['step']} ({reason}), {kept}"
 
 

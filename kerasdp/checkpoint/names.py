@@ -1,4 +1,4 @@
-"""Names the variables of models and optimizers the same on every backend, and describes Keras objects as text."""
+"""Names the variables of models and optimizers in the same way on every backend, and describes Keras objects."""
 
 import collections
 import dataclasses
@@ -22,13 +22,15 @@ _UNSURE = "?"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names of the parts of a model, the same on every backend. Each name is a path from the model down.
+    """Names of the layers, variables, metrics and optimizers of a model. The names are the same on every backend.
+
+    Each name is a path of layer names, from the outermost layer to the innermost one.
 
     Args:
-        layers: all layers except the model itself, with their names.
-        variables: name of each variable, by `id`.
-        metrics: name of each metric that is an attribute of a layer, by `id`.
-        optimizers: optimizers that are attributes of a layer, with their names, without the optimizer of `compile`.
+        layers: names and layers of the model. The model itself is not included.
+        variables: name of each variable, by `id` of the variable.
+        metrics: name of each metric that is an attribute of a layer, by `id` of the metric.
+        optimizers: names and optimizers that are attributes of a layer. The optimizer of `compile` is not included.
     """
 
     layers: list[tuple[str, keras.layers.Layer]]
@@ -40,10 +42,11 @@ class Names:
 def names_in(model: keras.Model) -> Names:
     """Names the layers, variables and metrics of a model.
 
-    A name contains the names of the layers above it, without the counters that Keras appends to instance names. If two
-    parts of a layer share a name, their position in the graph or their attribute is added. A shared layer can be
-    reached on several paths. The path through the graph is used, then the shortest, then the alphabetically first.
-    Parts that are in no graph and no attribute may share a name.
+    A name contains the names of the enclosing layers, without the counters that Keras appends to instance names. If
+    two objects in a layer have the same name, their position in the graph or the name of their attribute is appended.
+    A shared layer can be reached on several paths. Its name is the path through the graph if there is one; otherwise
+    the shortest path; among paths of the same length the alphabetically first one. Objects that are in no graph and no
+    attribute may have the same name.
     """
     names = Names(layers=[], variables={}, metrics={}, optimizers=[])
     of_compile = getattr(model, "optimizer", None)
@@ -80,10 +83,10 @@ def names_in(model: keras.Model) -> Names:
 
 
 def named(model: keras.Model, group: str) -> list[tuple[str, Any]]:
-    """Returns the variables of a group with their names. Each name begins with the name of the group.
+    """Returns the names and the variables of a group of variables. Each name begins with the name of the group.
 
     Args:
-        model: a built model; for groups other than `"model"`, also compiled.
+        model: a built model. For all groups except `"model"`, the model must be compiled, too.
         group: one of `GROUPS`.
     """
     names = names_in(model)
@@ -108,7 +111,7 @@ def named(model: keras.Model, group: str) -> list[tuple[str, Any]]:
 
 
 def is_unsure(name: str) -> bool:
-    """Returns whether several variables share this name, so that they cannot be distinguished."""
+    """Returns whether a name of `named` is ambiguous, because several variables would have the same name."""
     return re.search(rf" \{_UNSURE}\d+$", name) is not None
 
 
@@ -118,7 +121,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _numbers(names: list[str]) -> Iterator[int | None]:
-    """Yields for each name a counter from 0 among equal names; None if the name is unique."""
+    """Yields a number for each name: 0, 1, ... for names that occur several times, None for names that occur once."""
     counts = collections.Counter(names)
     numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
     for name in names:
@@ -126,7 +129,12 @@ def _numbers(names: list[str]) -> Iterator[int | None]:
 
 
 def _numbered(things: Sequence[Any], attributes: Sequence[str | None] | None = None) -> list[str]:
-    """Returns the names of layers or variables. Names that occur several times get their attribute or a counter."""
+    """Returns unique names of layers or variables: names that occur several times get an attribute or a counter.
+
+    Args:
+        things: layers or variables.
+        attributes: name of the attribute that holds each layer or variable; None if no attribute holds it.
+    """
     names = [_without_numbers(thing.name) for thing in things]
     marks = attributes or [None] * len(names)
     return [
@@ -136,11 +144,11 @@ def _numbered(things: Sequence[Any], attributes: Sequence[str | None] | None = N
 
 
 def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
-    """Yields the layers directly in a layer.
+    """Yields the direct sublayers of a layer.
 
     Yields:
-        A tuple for each layer: whether it has no attribute and no place in the graph, whether it is outside the graph,
-            its name, and the layer.
+        A tuple for each sublayer: whether it is in no graph and no attribute of the layer; whether it is outside the
+            graph of the layer; its name; the sublayer.
     """
     for label, layer in zip(_numbered(parts.in_order), parts.in_order):
         yield False, False, label, layer
@@ -150,7 +158,11 @@ def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
 
 
 def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
-    """Names metrics by the layer that holds them, and other metrics by their name, with a counter if not unique."""
+    """Returns the names and the variables of all metrics of a model.
+
+    If a layer holds a metric, the metric is named after the layer. All other metrics have their Keras name, with a
+    counter if several metrics have the same name.
+    """
     _, of_compile = made_by_compile(model)
     held: list[tuple[str, Any]] = []
     others: list[tuple[str, Any]] = []
@@ -173,7 +185,10 @@ def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
 
 
 def _named_in_optimizer(optimizer: Any, names: Names, group: str) -> list[tuple[str, Any]]:
-    """Names the optimizer's slot variables after their weight, and its other variables by their names."""
+    """Returns the names and the variables of an optimizer. A slot variable is named after the weight of the slot.
+
+    For the group `"loss_scale"`, the function returns only the variables of the loss scale.
+    """
     if optimizer is None:
         return []
     inner = inner_optimizer(optimizer)
@@ -197,7 +212,12 @@ _SKIPPED = ("name", "dtype", "seed", "module", "registered_name", "build_config"
 
 
 def in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
-    """Describes a Keras object by its class and arguments; only by its class if it has no config."""
+    """Returns a text with the class and the arguments of a Keras object; only the class if the object has no config.
+
+    Args:
+        thing: a Keras object, a string, or a dictionary, list or tuple of these.
+        without: names of arguments to leave out.
+    """
     if isinstance(thing, (dict, list, tuple)):
         return json.dumps(keras.tree.flatten(keras.tree.map_structure(in_words, thing)))
     arguments = {name: value for name, value in arguments_of(thing).items() if name not in without}
@@ -206,7 +226,7 @@ def in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
 
 
 def arguments_of(thing: Any) -> dict[str, Any]:
-    """Returns the arguments of a Keras object; empty if it has no config. Some user-defined layers have none."""
+    """Returns the config of a Keras object. It is empty if the object has no config, like some custom layers."""
     try:
         return getattr(thing, "get_config", dict)()
     except NotImplementedError:  # what Keras raises where a class has none of its own
@@ -214,10 +234,10 @@ def arguments_of(thing: Any) -> dict[str, Any]:
 
 
 def comparable(value: Any) -> Any:
-    """Returns a config as JSON can hold it, without values that depend on precision, process or backend.
+    """Converts a config to JSON types, without entries that depend on the precision, the process or the backend.
 
     Args:
-        value: a config, or a part of one.
+        value: a config, or a value in a config.
     """
     if isinstance(value, dict):
         if value.keys() == {"code", "defaults", "closure"} or isinstance(value.get("value"), tuple):

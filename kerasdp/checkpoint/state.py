@@ -1,10 +1,10 @@
-"""Collects and restores the content of a checkpoint as NumPy and JSON, the same on every backend and device count.
+"""Collects and restores the content of a checkpoint: variables, identity of the run, callbacks, and layers.
 
-The content is the variables, the identity of the run, the attributes of callbacks, and the layers of the model.
+The content consists of NumPy arrays and JSON values. It is the same on every backend and number of devices.
 
-JSON for attributes of callbacks: `{"array": key}` is an array. `{"weights": [...]}` is a list of arrays with the shapes
-of the model's weights. `{"kind": class, "items": [...]}` is a container other than a list. Every dictionary has the
-last form, whatever it contains.
+Attributes of callbacks are encoded as JSON. `{"array": key}` stands for an array. `{"weights": [...]}` stands for a
+list of arrays with the shapes of the model's weights. `{"kind": class, "items": [...]}` stands for a dictionary, a
+tuple or a set.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ _FLAGS = ("seed", "batch_norm")
 
 
 def variables_of(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, Any]:
-    """Returns all variables by name: of the model (with seeds of random layers), the optimizer and the metrics.
+    """Returns the variables of the model, the optimizers and the metrics, by name.
 
-    The names are defined in `kerasdp.checkpoint.names`.
+    The variables of the model include the seeds of random layers. `kerasdp.checkpoint.names` defines the names.
     """
     return {name: variable for group in groups for name, variable in named(model, group)}
 
 
 def frozen(model: keras.Model) -> dict[str, Any]:
-    """Returns the frozen weights of a model by name: weights that are trainable by definition, but are not trained."""
+    """Returns the frozen weights of a model, by name: weights that were created as trainable and are now frozen."""
     known = {id(variable) for variable in frozen_weights(model)}
     return {name: variable for name, variable in named(model, "model") if id(variable) in known}
 
@@ -60,16 +60,18 @@ def digest_of_frozen(model: keras.Model, read: Read) -> str:
 def restore(
     model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str], without: Collection[str] = frozenset()
 ) -> None:
-    """Assigns the arrays of a checkpoint to variables, in the precision that the variables have now.
+    """Assigns the arrays of a checkpoint to variables, and converts each array to the dtype of the variable.
 
     Args:
-        model: a built model; for groups other than `"model"`, also compiled.
-        arrays: arrays by the names of `variables_of`.
-        groups: some of `GROUPS`. `"loss_scale"` is skipped if the model or the checkpoint has no loss scale.
-        without: names of variables that the checkpoint leaves out.
+        model: a built model. For all groups except `"model"`, the model must be compiled, too.
+        arrays: arrays of a checkpoint, by name of the variable as in `variables_of`.
+        groups: groups of variables from `GROUPS`. `"loss_scale"` is skipped if the model or the checkpoint has no loss
+            scale.
+        without: names of variables that the checkpoint does not contain.
 
     Raises:
-        UserError: if the variables differ from the saved ones in name or shape, or if several share a name.
+        UserError: if the names or the shapes of the variables differ from the checkpoint; if several variables have
+            the same name.
     """
     for group in groups:
         known = {name: array for name, array in arrays.items() if name.startswith(f"{group}/")}
@@ -81,7 +83,7 @@ def restore(
         if odd is not None:
             raise UserError(
                 f"the checkpoint has another {group}: {odd} has shape {known[odd].shape if odd in known else 'none'} "
-                f"in the checkpoint, {own.get(odd, 'none')} here"
+                f"in the checkpoint, and {own.get(odd, 'none')} here; use the same {group} as the saved run"
             )
         unsure = next(filter(is_unsure, own), None)
         if unsure is not None:
@@ -96,7 +98,7 @@ def restore(
 
 
 def to_numpy(variable: Any) -> np.ndarray:
-    """Returns a copy of the value of a variable or tensor. bfloat16 becomes float32."""
+    """Returns a NumPy copy of the value of a variable or tensor. bfloat16 is converted to float32."""
     array = np.array(keras.ops.convert_to_numpy(variable))  # a copy: the next step writes over what it came from
     return array if array.dtype.kind in "fiub" else array.astype("float32")  # bfloat16 is a type of its own
 
@@ -133,7 +135,7 @@ def identity(config: Config, model: keras.Model, reader: Any, read: Read) -> dic
 
 
 def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
-    """Describes an optimizer by its class and arguments; returns the text, and the learning rate or schedule."""
+    """Returns a text with the class and the arguments of an optimizer, and its learning rate or schedule."""
     optimizer = inner_optimizer(optimizer)
     schedule = learning_rate_schedule(optimizer)
     words = in_words(optimizer, without=("learning_rate", "loss_scale_factor"))
@@ -143,20 +145,20 @@ def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
 
 
 def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises a `UserError` with the first difference if two identities differ."""
+    """Raises a `UserError` with the first difference if the identities of the saved run and this run differ."""
     absent = {"--checkpoint_weights": "all", "the weights that train": "of all"}
     saved, own = absent | saved, absent | own
     for name in dict.fromkeys((*saved, *own)):
         if saved.get(name) != own.get(name):
             raise UserError(
-                f"--resume: this run differs from the one in the workdir in {name}: expected {saved.get(name)!s:.300}. "
+                f"--resume: this run differs from the run in the workdir in {name}: expected {saved.get(name)!s:.300}. "
                 f"Received: {own.get(name)!s:.300}; only backend, devices and precision may change; to start a new run "
-                "from its weights, export them with kerasdp export"
+                "from the saved weights, export these weights with kerasdp export"
             )
 
 
 def _architecture(model: keras.Model) -> str:
-    """Returns a digest of the layers and their arguments, without what depends on precision, process or backend."""
+    """Returns a digest of the layers of a model and of the arguments that are the same on every backend."""
     parts = []
     for name, layer in sorted(names_in(model).layers, key=lambda pair: pair[0]):
         arguments = {} if isinstance(layer, keras.Model) else arguments_of(layer)
@@ -180,14 +182,16 @@ def callback_states(
     arrays: dict[str, np.ndarray],
     model: keras.Model,
 ) -> dict[str, dict[str, Any]]:
-    """Returns the changed attributes of each callback: numbers, text, arrays, and containers of these.
+    """Returns the attributes of each callback that have changed and can be saved, in JSON types.
+
+    Numbers, text, arrays, and containers of these types can be saved.
 
     Args:
         callbacks: callbacks of the run.
         begin: for each callback, the result of `plain_attributes` at the start of the run.
-        arrays: dictionary to which the arrays are added. The result refers to them by key.
-        model: model of the run. A list of arrays with the shapes of its weights is saved in an order that is the same
-            on all backends. An example is the best weights of `EarlyStopping`.
+        arrays: dictionary to which the arrays are added. The result refers to the arrays by key.
+        model: model of the run. Lists of arrays with the shapes of its weights, such as the best weights of
+            `EarlyStopping`, are saved in an order that is the same on every backend.
     """
     states: dict[str, dict[str, Any]] = {}
     for key, callback, known in zip(_callback_keys(callbacks), callbacks, begin):
@@ -204,7 +208,7 @@ def restore_callbacks(
     arrays: dict[str, np.ndarray],
     model: keras.Model,
 ) -> None:
-    """Restores callback attributes from the result of `callback_states`. New callbacks keep their attributes."""
+    """Restores callback attributes from the result of `callback_states`. Does not change other callbacks."""
     for key, callback in zip(_callback_keys(callbacks), callbacks):
         for name, value in states.get(key, {}).items():
             if _may_be_restored(callback, name, value):
@@ -212,10 +216,10 @@ def restore_callbacks(
 
 
 def _may_be_restored(callback: keras.callbacks.Callback, name: str, value: Any) -> bool:
-    """Returns whether a checkpoint may set this attribute.
+    """Returns whether a checkpoint may set an attribute of a callback.
 
-    A checkpoint may set data, but no functions and no properties. It may not set text attributes of Keras' callbacks.
-    Such texts are paths to write to, which only the user may choose.
+    A checkpoint may set data, but no functions and no properties. It may not set text attributes of built-in Keras
+    callbacks, because these texts are paths of files, which only the user may choose.
     """
     own = vars(callback).get(name, getattr(type(callback), name, None))
     if name in _NOT_STATE or name.startswith("__") or callable(own) or hasattr(own, "__set__"):  # of a property
@@ -224,12 +228,12 @@ def _may_be_restored(callback: keras.callbacks.Callback, name: str, value: Any) 
 
 
 def plain_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """Returns the attributes of a callback that can be saved, as JSON texts, without the values of arrays."""
+    """Returns the attributes of a callback that can be saved, as JSON texts by name, without the values of arrays."""
     return {name: json.dumps(value) for name, value, _ in _encoded_attributes(callback)}
 
 
 def unsaved_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """Returns the attributes of a user-defined callback that cannot be saved, as `repr` texts."""
+    """Returns the attributes of a custom callback that cannot be saved, as `repr` texts by name."""
     if is_of_keras(type(callback)):  # Keras' own callbacks make their files and functions again
         return {}
     others = vars(callback).keys() - plain_attributes(callback).keys() - set(_NOT_STATE)
@@ -239,7 +243,7 @@ def unsaved_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
 def _encoded_attributes(
     callback: keras.callbacks.Callback, key: str = "", model: keras.Model | None = None
 ) -> Iterator[tuple[str, Any, dict[str, np.ndarray]]]:
-    """Yields each attribute that can be saved: its name, its value for JSON, and its arrays."""
+    """Yields a tuple for each attribute that can be saved: its name, its value in JSON types, and its arrays."""
     for name in [name for name in vars(callback) if name not in _NOT_STATE]:
         arrays: dict[str, np.ndarray] = {}
         with contextlib.suppress(TypeError, RecursionError):
@@ -254,13 +258,20 @@ def _order_of_names(model: keras.Model) -> list[int]:
 
 
 def _callback_keys(callbacks: list[keras.callbacks.Callback]) -> list[str]:
-    """Returns a key for each callback: its class and a counter. The processes of a run may have different callbacks."""
+    """Returns a key for each callback: the name of its class, and a counter among callbacks of the same class.
+
+    A position in the list would not identify a callback, because processes of a run may have different callbacks.
+    """
     names = [type(callback).__name__ for callback in callbacks]
     return [f"{name}/{names[:place].count(name)}" for place, name in enumerate(names)]
 
 
 def _encode(value: Any, key: str, arrays: dict[str, np.ndarray], model: keras.Model | None = None) -> Any:
-    """Returns a value for JSON, and adds copies of its arrays to `arrays`. Raises `TypeError` if it cannot be saved."""
+    """Converts a value to JSON types, and adds copies of its arrays to `arrays`.
+
+    Raises:
+        TypeError: if the value cannot be saved.
+    """
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, np.generic) and isinstance(value.item(), _PLAIN):
@@ -281,13 +292,13 @@ def _encode(value: Any, key: str, arrays: dict[str, np.ndarray], model: keras.Mo
 
 
 def _is_like_weights(value: list[Any], model: keras.Model) -> bool:
-    """Returns whether a list contains arrays with the shapes of the model's weights."""
+    """Returns whether a list consists of arrays with the same shapes as the model's weights, in the same order."""
     shapes = [tuple(part.shape) for part in value if isinstance(part, np.ndarray)]
     return len(shapes) == len(value) > 0 and shapes == [tuple(weight.shape) for weight in model.weights]
 
 
 def _decode(value: Any, arrays: dict[str, np.ndarray], model: keras.Model) -> Any:
-    """Returns the value that `_encode` encoded."""
+    """Converts a result of `_encode` back to the original value."""
     if isinstance(value, list):
         return [_decode(item, arrays, model) for item in value]
     if not isinstance(value, dict):
@@ -308,13 +319,13 @@ _OF_MODELS = {
 
 
 def architecture_of(model: keras.Model) -> dict[str, Any] | None:
-    """Returns the layers of a model and their connections, as JSON can hold it; None if that is not possible.
+    """Returns the layers of a model and their connections in JSON types; None if Keras cannot rebuild the model.
 
-    It is not possible for a model that is not a graph. Nor is it for a `lambda`: Keras saves its code, and does not run
-    that code again.
+    Keras cannot rebuild a model that is not a graph of layers, or that contains a `lambda`: it saves the code of a
+    lambda, but does not run this code again.
 
-    Layers in the precision of the run are saved without a precision. They get the precision of the run that builds the
-    model.
+    A layer in the precision of the run is saved without a precision. A rebuilt layer gets the precision of the run that
+    rebuilds the model.
     """
     if as_functional(model) is None:
         return None
@@ -332,7 +343,7 @@ def architecture_of(model: keras.Model) -> dict[str, Any] | None:
 def build_architecture(architecture: dict[str, Any]) -> keras.Model:
     """Builds a model from the result of `architecture_of`, with new weights.
 
-    It may contain layers of Keras and classes that are registered in this program. No other code is run.
+    The model may contain layers of Keras, and classes that are registered in this program. No other code is run.
 
     Raises:
         Exception: any error of Keras for an unknown layer.
@@ -343,7 +354,7 @@ def build_architecture(architecture: dict[str, Any]) -> keras.Model:
 
 
 def load_keras_file(path: str) -> keras.Model:
-    """Loads a `.keras` file that contains only names which `build_architecture` accepts.
+    """Loads a `.keras` file. The file may contain only the classes and functions that `build_architecture` accepts.
 
     Raises:
         Exception: any error of Keras for a file of another format, or an unknown layer.
@@ -355,7 +366,7 @@ def load_keras_file(path: str) -> keras.Model:
 
 
 def _check_class_names(part: Any) -> None:
-    """Raises `ValueError` if the description of a model names a Keras function that is not part of models."""
+    """Raises `ValueError` if the config of a model names a Keras function that no model needs, such as a download."""
     for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
         _check_class_names(each)
     if isinstance(part, dict) and isinstance(part.get("module"), str):

@@ -1,7 +1,8 @@
-"""Stores files in a local folder, or under a URL of an object store or another file system (fsspec).
+"""Stores files in a local folder, or under a URL of an object store or another remote file system (fsspec).
 
-URLs (https://filesystem-spec.readthedocs.io) are s3://, gs://, az://, hdfs://, sftp:// and others, each with a separate
-package. fsspec is imported only when a URL is used. A local folder has a lock; a URL has no lock.
+URLs begin with a protocol of fsspec, such as s3://, gs://, az://, hdfs:// or sftp://. Each protocol needs a separate
+package (https://filesystem-spec.readthedocs.io). fsspec is imported only when a URL is used. A run locks a local
+folder, but not a URL.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ _BEGUN = ".tmp"  # what follows a name while a file is written
 
 
 class OutOfReachError(OSError):
-    """A URL cannot be reached at the moment, so it is unknown which files exist there."""
+    """Raised if a URL cannot be reached, so that it is unknown which files exist under the URL."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -32,7 +33,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def folder_at(path: str | os.PathLike[str]) -> "_LocalFolder | _RemoteFolder":
-    """Returns the folder at a path or a URL. Each of its files is written atomically.
+    """Returns an object that reads and writes files in the folder at a path or URL. Each write is atomic.
 
     Raises:
         UserError: if the URL cannot be used on this machine.
@@ -42,16 +43,16 @@ def folder_at(path: str | os.PathLike[str]) -> "_LocalFolder | _RemoteFolder":
 
 
 def require_folder(path: str, resume: bool, flag: str = "checkpoint_dir", inner: str = "") -> None:
-    """Checks that a folder or URL is writable, and that no checkpoints of another run would be lost there.
+    """Checks that a folder or URL is writable, and that a new run would not replace checkpoints of an earlier run.
 
     Args:
-        path: path or URL of the folder. It is created if it does not exist.
-        resume: whether the run may find checkpoints there.
-        flag: name of the flag, for the error message.
-        inner: subfolder of the checkpoints. Empty: they are in the folder itself.
+        path: path or URL of the folder. The folder is created if it does not exist.
+        resume: whether the run resumes, so that the folder may contain checkpoints.
+        flag: name of the flag that sets the folder, for the error message.
+        inner: subfolder of the checkpoints. Empty: the checkpoints are in the folder itself.
 
     Raises:
-        UserError: if the folder cannot be used, or has checkpoints and `resume` is False.
+        UserError: if the folder is not writable, or contains checkpoints although `resume` is False.
     """
     folder = folder_at(path)
     # The name is this process's own: others of the run, on other machines, try the same.
@@ -73,12 +74,15 @@ def require_folder(path: str, resume: bool, flag: str = "checkpoint_dir", inner:
 
 
 def _temporary(name: str) -> str:
-    """Returns the name of a temporary file. All steps share it, so the next write replaces the rest of a killed run."""
+    """Returns the name of the temporary file that is later renamed to `name`.
+
+    Checkpoints of all steps use the same temporary name. So the next write replaces an incomplete file of a killed run.
+    """
     return re.sub(r"^step-\d+", "step", name) + _BEGUN
 
 
 class _LocalFolder:
-    """Files in a local folder, which may not exist yet."""
+    """Reads and writes files in a local folder. The folder need not exist yet."""
 
     def __init__(self, path: str):
         self._path = path
@@ -91,7 +95,7 @@ class _LocalFolder:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """Yields a temporary path to write to. The file gets its name when the context ends without an error."""
+        """Yields a temporary path to write to. The file is renamed to `name` if the `with` block raises no error."""
         os.makedirs(self._path, exist_ok=True)
         temporary = self._at(_temporary(name))
         try:
@@ -109,7 +113,7 @@ class _LocalFolder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[str]:
-        """Yields a path to read from."""
+        """Yields the path of a file, to read from."""
         yield self._at(name)
 
     def remove(self, name: str) -> None:
@@ -121,7 +125,7 @@ class _LocalFolder:
 
 
 class _RemoteFolder:
-    """Files under a URL, with the methods of `_LocalFolder`."""
+    """Reads and writes files under a URL, with the same methods as `_LocalFolder`."""
 
     def __init__(self, url: str):
         self._url = url.rstrip("/")
@@ -165,7 +169,10 @@ class _RemoteFolder:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """Turns errors of file system packages into `OutOfReachError`. Not all of them are subclasses of `OSError`."""
+        """Turns errors of file system packages, except `FileNotFoundError`, into `OutOfReachError`.
+
+        The packages also raise errors that are not subclasses of `OSError`.
+        """
         try:
             yield
         except (FileNotFoundError, OutOfReachError):
@@ -187,8 +194,8 @@ def file_system(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except Exception as error:  # of the protocol's own package, which may look for the account at once
         raise UserError(
-            f"--checkpoint_dir: cannot use {url!r} ({_in_a_line(error, url)}); a URL needs fsspec and the package of "
-            "its protocol: pip install 'kerasdp[fsspec]'"
+            f"--checkpoint_dir: cannot use {url!r} ({_in_a_line(error, url)}); install fsspec and the package of its "
+            "protocol: pip install 'kerasdp[fsspec]'"
         ) from error
 
 
@@ -197,7 +204,7 @@ def _in_a_line(error: Exception, url: str) -> str:
 
 
 def _sync(path: str) -> None:
-    """Waits until the content of a file, or the names in a folder, are on disk."""
+    """Waits until the content of a file, or the list of files in a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -211,15 +218,15 @@ _WAIT_TO_RESUME = 30.0
 
 @contextlib.contextmanager
 def locked_folder(folder: str, resume: bool = False, flag: str = "workdir") -> Iterator[None]:
-    """Prevents other runs from using a folder within the `with` block.
+    """Locks a folder during the `with` block, so that no other run can use the folder.
 
-    The system releases the lock when this process ends, even if it is killed. Some network file systems have no locks;
-    there the function has no effect.
+    The operating system releases the lock when this process ends, even if the process is killed. On network file
+    systems without locks, the function has no effect.
 
     Args:
         folder: an existing folder.
-        resume: True: wait up to 30 seconds for the other run to end.
-        flag: name of the flag of this folder, for the error message.
+        resume: whether to wait up to 30 seconds for the end of another run that uses the folder.
+        flag: name of the flag that sets the folder, for the error message.
 
     Raises:
         UserError: if another run uses the folder. The message names its process and host.
@@ -246,7 +253,7 @@ def locked_folder(folder: str, resume: bool = False, flag: str = "workdir") -> I
 
 
 def _try_to_lock(lock: TextIO) -> bool:
-    """Tries to lock a file; returns False if another process has locked it."""
+    """Tries to lock a file. Returns False if another process has locked the file."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

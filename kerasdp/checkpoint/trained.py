@@ -1,4 +1,4 @@
-"""Loads trained models from Keras files and checkpoints, and exports them as standard Keras files."""
+"""Loads trained models from Keras files and checkpoints, and exports models as standard Keras files."""
 
 import contextlib
 import os
@@ -25,21 +25,22 @@ _GIVE_MODEL = "build the model, and pass it: load_model(path, model)"
 
 
 def load_model(path: str, model: keras.Model | None = None) -> keras.Model:
-    """Loads a trained model. Any backend, on any number of devices, may have written it.
+    """Loads a trained model from a Keras file, a checkpoint, or the workdir of a run.
 
-    A file contains data, never code. It may contain layers of Keras, and classes that are registered in this program.
+    Any backend, on any number of devices, may have written the file. A file contains data, never code. The model may
+    contain layers of Keras, and classes that are registered in this program.
 
     Args:
-        path: a `.keras` or `.weights.h5` file, a checkpoint (`.safetensors`), the workdir of a run, or a folder or URL
-            with checkpoints. From a folder, the newest usable checkpoint is loaded.
-        model: a built model, into which the weights are loaded. None: the layers come from the file. The file has them
-            if the model is functional or Sequential.
+        path: path of a `.keras` or `.weights.h5` file, a checkpoint (`.safetensors`), the workdir of a run, or a folder
+            or URL with checkpoints. From a folder, the newest valid checkpoint is loaded.
+        model: a built model, into which the weights are loaded. None: the model is built from the layers in the file. A
+            checkpoint contains the layers if the model is functional or Sequential.
 
     Returns:
-        The model, not compiled; or `model`, if it was given.
+        `model` if it was passed; otherwise a new model that is not compiled.
 
     Raises:
-        UserError: if the file or checkpoint does not exist; if it cannot be turned into a model; if it holds the
+        UserError: if the file or checkpoint does not exist; if no model can be built from it; if it contains the
             weights of another model.
 
     Example:
@@ -63,7 +64,7 @@ def load_model(path: str, model: keras.Model | None = None) -> keras.Model:
     if model is not None and not model.built:
         raise UserError(f"load_model: expected a built model; call {model.name} on data first")
     if not is_url(path) and not os.path.exists(path):
-        raise UserError(f"load_model: there is no file or folder {path!r}")
+        raise UserError(f"load_model: there is no file or folder {path!r}; check the path")
     if not path.endswith((".keras", ".weights.h5")) or is_url(path):
         return _restored(*_find(path), model)
     if model is not None:
@@ -84,7 +85,7 @@ def _find(place: str) -> tuple[str, files.Checkpoint]:
     except (CheckpointError, UserError, NotADirectoryError) as error:
         raise UserError(f"load_model: {str(error).removeprefix('--resume: ')}") from error
     if found is None:
-        raise UserError(f"load_model: there are no checkpoints in {place!r} or its subfolder {CHECKPOINTS}")
+        raise UserError(f"load_model: there are no checkpoints in {place!r}; pass a workdir with checkpoints")
     return found
 
 
@@ -97,7 +98,7 @@ def _restored(path: str, saved: files.Checkpoint, model: keras.Model | None) -> 
     if model is None:
         layers = saved.state.get("architecture")
         if not layers:
-            raise UserError(f"load_model: {path} has weights, but no layers; {_GIVE_MODEL}")
+            raise UserError(f"load_model: {path} contains weights, but no layers; {_GIVE_MODEL}")
         model = _tried(lambda: state.build_architecture(layers), path, _GIVE_MODEL)
     portable(model)  # random layers then have the seeds that the checkpoint holds
     try:
@@ -108,29 +109,29 @@ def _restored(path: str, saved: files.Checkpoint, model: keras.Model | None) -> 
 
 
 def _tried(action: Callable[[], Any], path: str, instead: str) -> Any:
-    """Calls a function of Keras, and turns any of its errors into a `UserError` of one line."""
+    """Calls `action`, and turns any error into a one-line `UserError`. `instead` is the advice in the message."""
     try:
         with safe_deserialization():
             return action()
     except Exception as error:
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         reason = line.partition(". ")[0]
-        raise UserError(f"load_model: the model of {path} cannot be loaded ({reason:.300}); {instead}") from error
+        raise UserError(f"load_model: the model in {path} cannot be loaded ({reason:.300}); {instead}") from error
 
 
 def export(model: keras.Model, path: str) -> None:
     """Saves a model as a Keras file, which loads on every backend, without kerasdp.
 
-    Several processes may call it with the same path. Each writes a complete file with the same content.
+    Several processes may call this function with the same path. Each process writes the same complete file.
 
     Args:
-        model: a Keras model. A layer of `kerasdp.layers` is saved as the corresponding layer of Keras. Adapters (LoRA)
-            are merged into their kernels; then the optimizer is not saved.
-        path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights only).
-            Missing folders are created.
+        model: a Keras model. A layer of `kerasdp.layers` is saved as the corresponding layer of Keras. LoRA adapters
+            are merged into the kernels; in this case the optimizer is not saved.
+        path: path of the file. A `.keras` file contains the architecture, the weights, the optimizer and its state. A
+            `.weights.h5` file contains only the weights. Missing folders are created.
 
     Raises:
-        UserError: if the path has another ending, or cannot be written to.
+        UserError: if the path does not end in `.keras` or `.weights.h5`, or the file cannot be written.
 
     Example:
         ```python
@@ -159,7 +160,7 @@ def export(model: keras.Model, path: str) -> None:
             (model.save if path.endswith(".keras") else model.save_weights)(temporary)
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"export: cannot write {path!r} ({error.strerror or error})") from error
+        raise UserError(f"export: cannot write {path!r} ({error.strerror or error}); choose another path") from error
     finally:
         with contextlib.suppress(OSError):
             os.remove(temporary)

@@ -31,13 +31,14 @@ FOLDERS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command, and ends the program.
+    """Runs the command `kerasdp`.
 
     Args:
         arguments: arguments after `kerasdp` on the command line. None: the arguments of this program.
 
     Raises:
-        SystemExit: if the exit code is not 0: 2 for a mistake of the user, 1 for a failure.
+        SystemExit: if the command fails. The exit code is 2 after a user error, 130 after Ctrl-C, and 1 after any other
+            error.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     say_flags()
@@ -67,7 +68,7 @@ def _run(words: list[str]) -> None:
         _run_recipe(recipe, rest)
     else:
         near = difflib.get_close_matches(name, ["list", "copy", "env", *recipes, *_ALSO], n=1)
-        instead = f"did you mean kerasdp {near[0]}?" if near else "kerasdp list shows all"
+        instead = f"did you mean kerasdp {near[0]}?" if near else "kerasdp list shows all sub-commands"
         raise UserError(f"there is no sub-command {name!r}; {instead}")
 
 
@@ -84,7 +85,7 @@ def help_text() -> str:
 
 
 def files(folder: str) -> list[pathlib.Path]:
-    """Returns the files of a folder of `FOLDERS`, or of one of its subfolders.
+    """Returns the paths of the files in a folder such as `recipes` or `recipes/template`, sorted by name.
 
     The folder is in the installed package, or in the checkout that contains the package.
     """
@@ -93,7 +94,7 @@ def files(folder: str) -> list[pathlib.Path]:
 
 
 def name_of(path: pathlib.Path) -> str:
-    """Returns the name of a file in the command: `train`, `smoke.flags`."""
+    """Returns the name of a file on the command line, such as `train` or `smoke.flags`."""
     return path.stem if path.suffix == ".py" else path.name
 
 
@@ -108,7 +109,7 @@ def summary_of(path: pathlib.Path) -> str:
 
 
 def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
-    """Replaces this process with a recipe, so that signals and the exit code belong to the recipe."""
+    """Replaces this process with a process that runs a recipe. So the recipe gets signals and sets the exit code."""
     named = {
         f"--flagfile={name}": f"--flagfile={path}"
         for path in files("flags")
@@ -122,10 +123,10 @@ def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
 def copy(name: str, folder: str = ".") -> list[pathlib.Path]:
     """Copies a file and the recipes that it imports, or a whole folder.
 
-    If recipes are copied to a new folder, it also gets a `pyproject.toml` and a test of two steps.
+    If recipes are copied to a new folder, the folder also gets a `pyproject.toml` and a test that trains two steps.
 
     Args:
-        name: name of a file, with or without its folder and ending, or of a folder.
+        name: name of a file, with or without its folder and ending, or name of a folder.
         folder: target folder. It is created if it does not exist.
 
     Returns:
@@ -143,7 +144,7 @@ def copy(name: str, folder: str = ".") -> list[pathlib.Path]:
     targets = {path: place / path.name for path in sources}
     in_the_way = [str(target) for target in targets.values() if os.path.lexists(target)]
     if in_the_way:
-        raise UserError(f"already there: {', '.join(in_the_way)}; copy into another folder, or remove these first")
+        raise UserError(f"already there: {', '.join(in_the_way)}; copy into another folder, or remove these files")
     place.mkdir(parents=True, exist_ok=True)
     for source, target in targets.items():
         shutil.copy(source, target)
@@ -178,7 +179,7 @@ print(make_devices(Config(backend="{name}")))
 
 
 def _env() -> None:
-    """Prints versions, and the devices of each backend or the reason why it has none."""
+    """Prints the versions of packages, and the devices of each backend or the reason why a backend has no devices."""
     print(f"kerasdp in {os.path.dirname(kerasdp.__file__)}, {sys.executable} on {platform.platform()}")
     print(", ".join(f"{package} {version}" for package, version in versions().items()))
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,6 +1,7 @@
-"""Defines options of a run. Checks, flags, help texts and documentation are generated from one definition per option.
+"""Defines how an option of a run is described, checked and parsed.
 
-The values of some options are names with arguments, as on a command line: `sgd(momentum=0.9)`, `file.py:function`.
+Each option has one definition. Checks, flags, help texts and documentation are generated from this definition. A
+value may be a name with arguments, such as `sgd(momentum=0.9)`, or a function, such as `file.py:function`.
 """
 
 import ast
@@ -29,7 +30,8 @@ class Range(NamedTuple):
 
     Args:
         expected: description of the valid values, for error messages.
-        holds: function that returns whether a value is valid. The value has the option's type and is not None.
+        holds: function that takes a value, and returns whether it is valid. The function is called only with values of
+            the right type, and never with None.
     """
 
     expected: str
@@ -37,12 +39,12 @@ class Range(NamedTuple):
 
 
 def one_of(*values: Any) -> Range:
-    """Returns a range that consists of the given values."""
+    """Returns a `Range` in which only the given values are valid."""
     return Range(f"one of {', '.join(str(value) for value in values)}", values.__contains__)
 
 
 def is_count(text: str) -> bool:
-    """Returns whether a text is a whole number of at least 1."""
+    """Returns whether a string is a whole number of at least 1."""
     return text.isdecimal() and int(text) >= 1
 
 
@@ -62,9 +64,9 @@ class Choice:
     Args:
         group: title of the group in which `--help` lists the flag.
         allowed: valid values.
-        help: meaning, with its unit. It refers to other options by their flags.
-        unset: what the run does if the value is None.
-        of_host: whether the hosts of a run may have different values.
+        help: help text with the meaning and the unit of the value. It names other options by flag.
+        unset: text that says what the run does if the value is None.
+        of_host: whether the value may differ between the hosts of a run.
         name: name of the field.
         kinds: types of the value.
         default: default value.
@@ -86,21 +88,21 @@ class Choice:
 
     @property
     def default_text(self) -> str:
-        """Returns the default as text; empty for switches, whose default is off, and if there is no default."""
+        """Returns the default value as text. It is `unset` for the default None, and empty for the default False."""
         if self.default is None:
             return self.unset
         return "" if self.default is False else str(self.default)
 
 
 def choice(default: T, group: str, allowed: Range, help: str, unset: str = "", **others: Any) -> T:
-    """Makes a dataclass field that is an option. The arguments are those that `Choice` documents."""
+    """Creates a dataclass field for an option. See `Choice` for the arguments."""
     known = Choice(group=group, allowed=allowed, help=help, unset=unset, **others)
     return dataclasses.field(default=default, metadata={"choice": known})
 
 
 @functools.cache
 def choices_of(record: type) -> dict[str, Choice]:
-    """Returns the options that are fields of a dataclass, by name."""
+    """Returns the definitions of the options that are fields of a dataclass, by name of the field."""
     found = {}
     for field in dataclasses.fields(record):
         kinds = typing.get_args(field.type) or (field.type,)
@@ -110,10 +112,12 @@ def choices_of(record: type) -> dict[str, Choice]:
 
 
 def check_choices(record: Any) -> None:
-    """Checks the options of a dataclass, and converts paths and NumPy scalars to types that JSON can hold.
+    """Checks the values of all options of a dataclass instance.
+
+    Paths and NumPy scalars are replaced by strings and Python numbers, which JSON can represent.
 
     Raises:
-        UserError: if a value has the wrong type or is out of range.
+        UserError: if a value has the wrong type or is not valid.
     """
     for name, known in choices_of(record.__class__).items():
         value = getattr(record, name)
@@ -130,7 +134,7 @@ def check_choices(record: Any) -> None:
 
 
 def documented(record: type[T]) -> type[T]:
-    """Adds the help texts of a dataclass's options to its docstring."""
+    """Adds the help texts of all options to the docstring of a dataclass. Returns the dataclass."""
     head, raises, tail = inspect.cleandoc(record.__doc__ or "").partition("\nRaises:")
     lines = []
     for name, known in choices_of(typing.cast(Any, record)).items():
@@ -146,11 +150,11 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
     """Splits `name` or `name(key=value, ...)` into the name and its arguments.
 
     Args:
-        text: the text that the user typed. The values are Python literals.
+        text: value of a flag. The values of the arguments in it are Python literals.
         flag: name of the flag, for the error message.
 
     Raises:
-        UserError: if the text has another form.
+        UserError: if the text has neither of these forms.
     """
     name, bracket, rest = text.strip().partition("(")
     try:
@@ -167,7 +171,7 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
 
 
 def load_user_function(name: str, flag: str) -> Callable[..., Any]:
-    """Imports a user-defined function.
+    """Imports a user-defined function, and returns it.
 
     Args:
         name: `package.module:function` or `path/to/file.py:function`.
@@ -188,9 +192,9 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(place)
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise UserError(f"--{flag}: {name!r} cannot be loaded: {error}") from error
+        raise UserError(f"--{flag}: {name!r} cannot be loaded: {error}; check the path and its imports") from error
     finally:
         sys.path.pop()
     if not callable(getattr(module, function, None)):
-        raise UserError(f"--{flag}: {place} has no function {function!r}")
+        raise UserError(f"--{flag}: {place} has no function {function!r}; check the name after the colon")
     return getattr(module, function)

@@ -1,7 +1,7 @@
 """Defines `Config`, the frozen dataclass with every option of a run.
 
-This is the only place that defines an option: its name, type, default, flag group, valid values and meaning. Checks,
-flags, `--help` and pages are generated from it (`choices.py`).
+Only this module defines the name, type, default, flag group, valid values and meaning of an option. Checks, flags,
+`--help` and documentation pages are generated from these definitions (`choices.py`).
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Config:
     and the epochs are not options of a run: `train` defines them.
 
     Raises:
-        UserError: if a value is out of its range.
+        UserError: if a value is not valid.
 
     Example:
         ```python
@@ -76,8 +76,8 @@ class Config:
     device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
         "gpu, tpu, cpu or auto. auto: GPUs or TPUs if there are any, else virtual CPU devices. tpu: with jax only.")
     precision: str = choice("auto", DEVICES, one_of(*PRECISIONS),
-        f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. auto: float32; on GPUs the framework decides "
-        "whether products use TF32, and most do. float32: exact float32. tf32: all products use TF32. Variables are "
+        f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. auto: float32; on GPUs the framework may use "
+        "TF32 for matrix products. float32: float32 without TF32. tf32: all matrix products use TF32. Variables are "
         "float32, except with float64.")
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "Whether to compile a step of training, evaluation or prediction: on, off, auto or cudagraphs. auto: compile "
@@ -89,12 +89,12 @@ class Config:
         "batch. If the results differ, the run ends with an error. off: no check.")
 
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
-        "Variables to shard over the devices: none; optimizer: the optimizer's variables; weights: the weights too. A "
-        "step gathers weights when it uses them. The flag works with torch and jax only.")
+        "Variables to shard over the devices. none: no variables. optimizer: the variables of the optimizer. weights: "
+        "also the weights, which a step gathers when it needs them. The flag works with torch and jax only.")
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers such as 'block*'", bool),
-        "Layers to compute again in the backward pass, instead of storing their activations. none; blocks: layers "
-        "that contain other layers; or names or paths, such as 'block*, *attention'. The losses stay the same.")
+        "Layers to compute again in the backward pass, instead of storing their activations. none: no layers. blocks: "
+        "layers that contain other layers. Or names or paths, such as 'block*, *attention'. The losses do not change.")
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "How to split the work over the devices. data: split the batch. pipeline: split the model into stages (with "
@@ -115,8 +115,8 @@ class Config:
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
         "Seed of initial weights, sample order and dropout.")
     deterministic: bool = choice(False, TRAINING, SWITCH,
-        "Make a repeated or resumed run bitwise identical on the same kind and number of GPUs, as it always is on the "
-        "CPU. This is slower. An operation without a deterministic implementation ends the run with an error.")
+        "Make a repeated or resumed run bitwise identical on the same kind and number of GPUs. This is slower. CPU "
+        "runs are always identical. An operation without a deterministic implementation ends the run with an error.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
         "a new folder in runs/; in Python no files are written", of_host=True)
@@ -148,7 +148,7 @@ class Config:
     hang_timeout: float | None = choice(None, FAULTS,
         Range("a number of seconds, or 0 for never", lambda seconds: math.isfinite(seconds) and seconds >= 0),
         "Seconds without progress after which the run ends or restarts. Use more than the longest step or callback "
-        "takes. A call that may compile has one hour. 0: never.",
+        "takes. A call that may compile may take one hour. 0: never.",
         "300 if several processes wait for each other, as with torch on several devices; else never")
     # fmt: on
 
@@ -168,10 +168,10 @@ class Config:
             self.check_replicas(self.num_replicas(self.num_devices))
 
     def check_replicas(self, num_replicas: int) -> None:
-        """Checks that so many replicas can share the global batch and the weights.
+        """Checks that the global batch and the weights can be split over a number of replicas.
 
         Raises:
-            UserError: if they cannot.
+            UserError: if the batch is too small for the replicas or micro-batches; if `shard` is set for one replica.
         """
         if num_replicas == 1 and self.shard != "none":
             raise UserError(
@@ -179,15 +179,15 @@ class Config:
             )
         if self.batch_size < num_replicas:
             raise UserError(
-                f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
-                f"for {num_replicas} devices. Received: {self.batch_size}"
+                f"--batch_size: expected at least {num_replicas} samples for {num_replicas} devices. Received: "
+                f"{self.batch_size}; the batch is split over all devices, so use a larger batch or fewer devices"
             )
         rows = self.replica_batch_size(num_replicas)
         count = -(-rows // -(-rows // self.accumulate))
         if count != self.accumulate:
             raise UserError(
                 f"--accumulate: the {rows} samples of a device cannot be split into {self.accumulate} micro-batches of "
-                f"equal size (only the last may be smaller); use {count}, or another --batch_size"
+                f"equal size (only the last may be smaller); use --accumulate={count}, or another --batch_size"
             )
 
     @property
@@ -207,11 +207,14 @@ class Config:
         if self.strategy == "data":
             return num_devices
         if self.cut_at and (stages := self._stages()) != num_devices:
-            raise UserError(f"--gpus: expected {stages}, one device per stage. Received: {num_devices}")
+            raise UserError(f"--gpus: expected {stages}, one device per stage of --cut_at. Received: {num_devices}")
         return 1
 
     def with_devices_for_stages(self) -> "Config":
-        """Returns a copy with one device per pipeline stage if `cut_at` is given and `num_devices` is not."""
+        """Returns a copy with one device per pipeline stage if `cut_at` is set and `num_devices` is None.
+
+        Otherwise returns `self`.
+        """
         return self if self.num_devices or not self.cut_at else dataclasses.replace(self, num_devices=self._stages())
 
     def _stages(self) -> int:
@@ -223,14 +226,14 @@ class Config:
         return self.accumulate > 1 or self.strategy == "pipeline"
 
     def micro_batch_rows(self, num_rows: int, num_devices: int) -> int | None:
-        """Returns the number of samples of a full micro-batch over all replicas; None if there are no micro-batches.
+        """Returns the size of a full micro-batch, in samples over all replicas; None if there are no micro-batches.
 
         Args:
-            num_rows: samples of a batch.
+            num_rows: number of samples of a batch.
             num_devices: number of devices of the run.
 
         Raises:
-            UserError: if the batch cannot be split into these micro-batches.
+            UserError: if the batch is too small for the micro-batches of this configuration.
         """
         if self.strategy == "pipeline":
             size = self.split_size or -(-num_rows // min(2 * num_devices, num_rows))
@@ -254,7 +257,7 @@ class Config:
         return [name.strip() for name in self.tracker.split(",")] if self.tracker else []
 
     def checkpoint_interval(self) -> tuple[int | None, float | None]:
-        """Returns the interval of checkpoints in steps and in seconds. Each is None if it is not used."""
+        """Returns the checkpoint interval as a tuple: in steps, and in seconds. One or both of the values are None."""
         text = str(self.checkpoint_every)
         if text in ("epoch", "never"):
             return None, None
@@ -266,11 +269,19 @@ class Config:
         return (self.workdir or self.checkpoint_dir) is not None and self.checkpoint_every != "never"
 
     def folder_of_fit(self, number: int) -> str | None:
-        """Returns the folder for the files of a `fit` by its number, from 1; None if the run writes no files."""
+        """Returns the folder for the files of a `fit` call; None if the run writes no files.
+
+        Args:
+            number: number of the `fit` call in the run, from 1.
+        """
         return None if self.workdir is None else _of_fit(self.workdir, number)
 
     def checkpoints_of_fit(self, number: int) -> str | None:
-        """Returns the folder or URL of the checkpoints of a `fit`; None if it writes no checkpoints."""
+        """Returns the folder or URL for the checkpoints of a `fit` call; None if the run writes no checkpoints.
+
+        Args:
+            number: number of the `fit` call in the run, from 1.
+        """
         if not self.keeps_checkpoints:
             return None
         if self.checkpoint_dir is not None:
@@ -278,7 +289,7 @@ class Config:
         return os.path.join(str(self.folder_of_fit(number)), CHECKPOINTS)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary that JSON can hold, without the passwords of URLs."""
+        """Returns the fields as a dictionary of JSON types. Passwords in URLs are removed."""
         fields = dataclasses.asdict(self).items()
         return {name: redacted(value) if isinstance(value, str) else value for name, value in fields}
 
@@ -290,33 +301,33 @@ def _of_fit(folder: str, number: int) -> str:
 # Option, its value (None: all except the default), the backends that have it, and what to do on other backends.
 _OF_BACKENDS: tuple[tuple[str, str | None, tuple[str, ...], str], ...] = (
     ("device", "tpu", ("jax",), "use --backend=jax, or another --device"),
-    ("compile", None, ("torch",), "leave it out: the model's jit_compile decides"),
-    ("shard", None, ("torch", "jax"), "use one of them, or leave it out: each device then holds the whole model"),
+    ("compile", None, ("torch",), "leave out --compile, and set jit_compile of the model"),
+    ("shard", None, ("torch", "jax"), "use one of these backends, or leave out --shard"),
     ("strategy", "tensor", ("jax",), "use --backend=jax, or --strategy=data or pipeline"),
     ("strategy", "pipeline", ("torch",), "use --backend=torch, or --backend=jax with --shard=weights"),
 )
 
 
 def _check_files(config: Config) -> None:
-    """Raises a `UserError` if an option writes files, or resumes from files, and no folder is given."""
+    """Raises a `UserError` if an option needs a folder or checkpoints, but the run has no folder or checkpoints."""
     resumes = "resume" if config.resume else "max_restarts" if config.max_restarts else None
     needs = "tracker" if config.tracker else resumes if config.checkpoint_dir is None else None
     if needs and config.workdir is None:
-        raise UserError(f"--{needs} needs a folder for files of the run; add --workdir=FOLDER")
+        raise UserError(f"--{needs} needs a folder for the files of the run; add --workdir=FOLDER")
     if config.checkpoint_every == "never" and config.checkpoint_dir is not None:
-        raise UserError("--checkpoint_dir has no effect with --checkpoint_every=never: leave out one of them")
+        raise UserError("--checkpoint_dir has no effect with --checkpoint_every=never; leave out one of these flags")
     if config.checkpoint_every == "never" and resumes:
-        raise UserError(f"--{resumes} needs checkpoints; leave out --checkpoint_every=never")
+        raise UserError(f"--{resumes} needs checkpoints, but the run writes none; leave out --checkpoint_every=never")
 
 
 def _check_strategy(config: Config) -> None:
-    """Raises a `UserError` if options of different strategies are combined."""
+    """Raises a `UserError` if an option does not work with the chosen strategy."""
     if config.strategy != "pipeline" and (config.cut_at is not None or config.split_size is not None):
-        raise UserError("--cut_at, --split_size have an effect only with --strategy=pipeline; add it or leave them out")
+        raise UserError("--cut_at and --split_size need --strategy=pipeline; add it, or leave out these two flags")
     if config.strategy == "data":
         return
     if config.accumulate > 1:
-        instead = "use --split_size" if config.strategy == "pipeline" else "leave one of them out"
+        instead = "use --split_size" if config.strategy == "pipeline" else "leave out --accumulate"
         raise UserError(f"--accumulate: works with --strategy=data only. Received: {config.strategy}; {instead}")
     for name in ("shard", "remat"):
         if (value := getattr(config, name)) != "none":

@@ -1,4 +1,4 @@
-"""Defines the batch that one process gets, reads batches from samples, and copies them to the devices.
+"""Defines the batch of one process. Reads batches from samples, and copies the batches to the devices.
 
 `batch_reader.py` reads batches that the user's data already contains.
 """
@@ -26,11 +26,11 @@ class Batch:
     """Holds the data of one step for one process, in NumPy.
 
     Args:
-        inputs: rows of this process's replicas, one replica after the other, as an array or a structure of arrays.
-            Padding repeats the last row of the batch; see `Split`. It may also be `CachedRows`.
+        inputs: inputs of the rows of this process's replicas, one replica after the other: an array, a structure of
+            arrays, or `CachedRows`. Padding repeats the last row of the batch; see `Split`.
         targets: targets of these rows; None if there are no targets.
         sample_weight: sample weights of these rows; None if there are no weights.
-        indices: index in the data set of each row of the global batch, int64, shape `(rows,)`. Its length is the
+        indices: index in the data set of each row of the global batch, int64, shape `(rows,)`. `len(indices)` is the
             number of rows without padding.
         own_indices: index in the data set of each row of this process.
     """
@@ -51,7 +51,7 @@ def batch_of(data: tuple[Any, Any, Any], split: Split, first: int = 0) -> Batch:
 
     Args:
         data: inputs, targets and sample weights of the global batch, in NumPy.
-        split: splits the batch over all replicas.
+        split: how the batch is split over all replicas.
         first: index of the batch's first row in the data set.
     """
     num_rows = num_samples(data)
@@ -70,13 +70,15 @@ class Reader(abc.ABC):
     """Reads the batches of a data set for this process. Base class of all readers.
 
     Attributes:
-        split: splits each batch over all replicas.
-        num_batches: batches of an epoch; None if not known.
-        num_threads: threads that read ahead of the training. 0: each batch is read when the training takes it. Samples
-            in memory may be read so, because they draw no random numbers and need no action at the end of an epoch.
+        split: how each batch is split over all replicas.
+        num_batches: number of batches of an epoch; None if not known.
+        num_threads: number of threads that read batches before the training needs them. 0: a batch is read when the
+            training needs it. Only samples in memory may use 0, because reading them draws no random numbers and needs
+            no action at the end of an epoch.
         name: name of the data set, or an empty string.
-        check: a function that checks each batch of a feed, or None.
-        hands_out: whether one process reads for all processes. Then all must take the same number of batches.
+        check: function that checks each batch of a feed, or None.
+        hands_out: whether one process reads for all processes. Then all processes must take the same number of
+            batches.
     """
 
     split: Split
@@ -90,26 +92,25 @@ class Reader(abc.ABC):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
         """Yields a function for each batch of an epoch, from batch `start` on. The function reads the batch.
 
-        The functions may be called in threads, in any order. A function returns None if there is no such batch. Call
-        `end_epoch` when no function runs any more.
+        The functions may be called in threads, in any order. A function returns None if the data ended before its
+        batch. Call `end_epoch` after all functions have returned.
         """
 
     @abc.abstractmethod
     def first(self) -> Batch:
-        """Returns the first batch, for its shapes. The epoch still yields this batch later."""
+        """Returns the first batch, so that callers know the shapes. `epoch` later yields this batch again."""
 
     @abc.abstractmethod
     def sample(self, num_rows: int) -> Any:
-        """Returns `num_rows` rows of the first batch: inputs, targets and sample weights. They are the same in each
-        process.
+        """Returns inputs, targets and sample weights of `num_rows` rows of the first batch.
 
-        Rows repeat if the batch has fewer rows.
+        The rows are the same in each process. Rows repeat if the batch has fewer than `num_rows` rows.
         """
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:  # noqa: B027
-        """Prepares the data for a resume at a batch.
+        """Moves the data to the batch at which a run resumes.
 
-        Afterwards the data is in the same state as after a training on all batches before this one.
+        Afterwards, the data is in the same state as if the run had read all batches before this batch.
 
         Args:
             epoch: epoch of the batch.
@@ -118,11 +119,11 @@ class Reader(abc.ABC):
         """
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """Returns JSON values that `resume_at` needs for this position; None if it needs no values."""
+        """Returns the JSON values that `resume_at` needs for this position; None if `resume_at` needs no values."""
         return None
 
     def end_epoch(self, number: int) -> None:  # noqa: B027
-        """Ends an epoch in which the first `number` batches were taken."""
+        """Ends an epoch after its first `number` batches were used."""
 
 
 class SampleReader(Reader):
@@ -131,7 +132,7 @@ class SampleReader(Reader):
     num_batches: int
 
     def __init__(self, source: Any, order: Order, split: Split, is_kept: bool = False):
-        """Makes the reader. With `is_kept`, the source's arrays are cached on the devices."""
+        """Makes the reader. If `is_kept` is True, the devices cache the source's arrays."""
         self._kept = DeviceCache(in_floatx(as_arrays(source.arrays))) if is_kept else None
         self.source, self.order, self.split = source, order, split
         self.num_batches = order.num_batches
@@ -139,7 +140,7 @@ class SampleReader(Reader):
         self.name = getattr(source, "name", "")
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
-        """Yields a read function for each batch; see `Reader.epoch`."""
+        """Yields, for each batch, a function that reads the batch; see `Reader.epoch`."""
         for indices in self.order.batches(epoch, start):
             yield functools.partial(self._read, indices, self._kept)
 
@@ -160,7 +161,10 @@ class SampleReader(Reader):
 
 
 class Feed:
-    """Iterates over the batches of the current epoch. Reads them ahead, and copies them to the devices."""
+    """Iterates over the batches of the current epoch.
+
+    Reads batches before they are needed, and copies the batches to the devices.
+    """
 
     def __init__(
         self,
@@ -169,12 +173,15 @@ class Feed:
         run_state: RunState | None = None,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """Sets up the feed for the epoch in `run_state`, without the batches before a resume point.
+        """Sets up the feed.
 
-        With None as `run_state`, it always reads the first epoch.
-
-        `shard_batch` copies a batch to this process's devices. The reading threads call it, if there are any. `reading`
-        returns the context in which these threads read.
+        Args:
+            reader: reader of the batches.
+            shard_batch: function that copies a batch to this process's devices. If there are reading threads, these
+                threads call the function.
+            run_state: state of the run. The feed reads the current epoch of the run, and skips the batches before a
+                resume point. None: the feed always reads the first epoch.
+            reading: function that returns the context in which the reading threads read.
         """
         self.reader, self.shard_batch, self._reading = reader, shard_batch, reading
         self.num_batches = reader.num_batches
@@ -190,7 +197,7 @@ class Feed:
         return self._running
 
     def close(self) -> None:
-        """Ends the current epoch, after the same batch on all processes."""
+        """Ends the current epoch. All processes must call this method after the same number of batches."""
         self._is_left_in_order = True
         if self._running is not None:
             self._running.close()
@@ -229,9 +236,10 @@ class Feed:
 
 
 class _Threads:
-    """Calls functions in daemon threads. These end with the program, even if one waits for a process that has failed.
+    """Calls functions in daemon threads, which end with the program.
 
-    At the end of a program, Python (3.11 to 3.14) waits for the threads of `concurrent.futures` and their work.
+    A thread ends even if it waits for a process that has failed. `concurrent.futures` is not used: at the end of a
+    program, Python (3.11 to 3.14) waits until the threads of `concurrent.futures` have finished their work.
     """
 
     def __init__(self, count: int):
@@ -247,12 +255,12 @@ class _Threads:
         return future
 
     def close(self) -> None:
-        """Ends the threads after they have finished the submitted work."""
+        """Makes the threads end after they have finished the submitted work."""
         for _ in self._threads:
             self._tasks.put(None)
 
     def join(self) -> None:
-        """Waits for the end of the threads."""
+        """Waits until all threads have ended."""
         for thread in self._threads:
             thread.join()
 

@@ -1,7 +1,7 @@
-"""Reads batches from data that already consists of batches: by index (`PyDataset`) here, sequentially in `streams.py`.
+"""Reads data that already consists of batches.
 
-One process reads, and sends the shards to the other processes. If each process read the object itself, each could get
-different batches.
+This module reads batches by index (`PyDataset`). `streams.py` reads batches sequentially. One process reads each batch,
+and sends each process its shard. If each process read the data itself, the processes could get different batches.
 """
 
 import abc
@@ -32,7 +32,7 @@ class BatchReader(Reader):
     """Base class of the readers for data that already consists of batches.
 
     Attributes:
-        warn: prints a warning about the data.
+        warn: function that prints a warning about the data.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class BatchReader(Reader):
 
         Args:
             batches: the object that contains the batches.
-            split: splits each batch over all replicas.
-            steps: batches of an epoch; None: all batches.
+            split: how each batch is split over all replicas.
+            steps: number of batches of an epoch; None: all batches of the data.
             class_weight: loss weight of each class.
-            scatter: sends the batches that rank 0 reads to all ranks; None: there is only one process.
-            warn: prints a warning about the data.
+            scatter: function that sends the shards of a batch from rank 0 to all ranks; None if there is only one
+                process.
+            warn: function that prints a warning about the data.
         """
         self.batches, self.split, self.warn = batches, split, warn
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
@@ -75,17 +76,20 @@ class BatchReader(Reader):
             self._known_first = self._handed_out(self._look, lambda data: [data] * self._num_processes, _FIRST)
             if self._known_first is None:
                 kind = type(self.batches).__name__
-                raise UserError(f"x: expected at least one batch. Received: none from the {kind}")
+                raise UserError(f"x: expected at least one batch. Received: none from the {kind}; pass more data")
         return self._known_first
 
     @abc.abstractmethod
     def _look(self) -> Any:
-        """Returns the first batch in the object's own format; END if there is no batch."""
+        """Returns the first batch in the form in which the data yields it; `END` if there is no batch."""
 
     def _handed_out(self, read: Callable[[], Any], cut: Callable[[Any], list[Any]], number: int) -> Any:
-        """Reads a batch on rank 0 and returns this process's shard of it; None if there is no batch left.
+        """Reads a batch on rank 0. Returns this process's shard of the batch; None if there is no batch left.
 
-        `read` reads the batch, and `cut` splits it into one value for each process.
+        Args:
+            read: function that reads the batch.
+            cut: function that splits the batch into one value for each process.
+            number: number of the message that carries the batch.
         """
         if self._scatter is None:
             data = read()
@@ -114,7 +118,7 @@ class BatchReader(Reader):
         inputs, targets, sample_weight = as_arrays(keras.utils.unpack_x_y_sample_weight(data))
         if self._class_weight is not None:
             if sample_weight is not None:
-                raise UserError("expected class_weight, or sample weights in x. Received: both; remove one")
+                raise UserError("expected either class_weight or sample weights in x. Received: both; remove one")
             sample_weight = weights_of_classes(targets, self._class_weight)
         return inputs, targets, sample_weight
 
@@ -133,9 +137,13 @@ class IndexedReader(BatchReader):
     """Reads the batches of a `keras.utils.PyDataset` by index, in the order of the run."""
 
     def __init__(self, batches: keras.utils.PyDataset, *args: Any, order_seed: int | None = None, **kwargs: Any):
-        """Makes the reader. `order_seed` shuffles the batches; None keeps their order.
+        """Makes the reader.
 
-        `BatchReader` documents the other arguments.
+        Args:
+            batches: the data set.
+            *args: see `BatchReader`.
+            order_seed: seed of the order of the batches; None: the order of the data set.
+            **kwargs: see `BatchReader`.
 
         Raises:
             UserError: if the data set has no length, or reads with multiprocessing.
@@ -166,20 +174,23 @@ class IndexedReader(BatchReader):
         self._is_begun = True
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """Yields a read function for each batch; see `Reader.epoch`."""
+        """Yields, for each batch, a function that reads the batch; see `Reader.epoch`."""
         self._begin()
         for number, (index,) in enumerate(self._order.batches(epoch, start), start):
             yield functools.partial(self._read, int(index), number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """Runs the epoch callbacks of the data set for each finished epoch; see `Reader.resume_at`."""
+        """Calls `on_epoch_begin` and `on_epoch_end` of the data set for each finished epoch.
+
+        See `Reader.resume_at`.
+        """
         for _ in range(epoch):
             self._begin()
             self.batches.on_epoch_end()
             self._held, self._is_begun = None, False
 
     def end_epoch(self, number: int) -> None:
-        """Calls `on_epoch_end` of the data set after its last batch; see `Reader.end_epoch`."""
+        """Calls `on_epoch_end` of the data set if all of its batches were read; see `Reader.end_epoch`."""
         self._held, self._is_begun = None, False
         if number == self.num_batches:  # only after its last batch was read: it may shuffle
             self.batches.on_epoch_end()

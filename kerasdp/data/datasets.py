@@ -1,4 +1,4 @@
-"""Loads the built-in data sets. Images are uint8 from 0 to 255, also during the transfer to the device."""
+"""Loads the built-in data sets. Images are uint8 with values from 0 to 255, and are copied to the device as uint8."""
 
 import contextlib
 import dataclasses
@@ -55,19 +55,21 @@ class Dataset:
 
 
 def load_data(name: str, data_dir: str | None = None) -> Dataset:
-    """Loads a data set by its name. Its images are uint8, from 0 to 255: scale them in the model.
+    """Loads a data set by its name.
+
+    Images are uint8 with values from 0 to 255. Scale the images in the model.
 
     Args:
-        name: `"digits"`, which comes with this package; `"fashion_mnist"`, `"mnist"` or `"cifar10"`, which Keras
-            downloads; `"synthetic(shape=(28,28,1))"`; `"images(size=(64,64))"`, a folder; or `"my_data.py:load"`, a
-            function that returns `(x_train, y_train), (x_test, y_test)`.
-        data_dir: the folder of `images`, with a sub-folder per class.
+        name: name of the data set. `"digits"` is part of this package. Keras downloads `"fashion_mnist"`, `"mnist"` and
+            `"cifar10"`. `"synthetic(shape=(28,28,1))"` makes random images. `"images(size=(64,64))"` reads a folder.
+            `"my_data.py:load"` calls a custom function that returns `(x_train, y_train), (x_test, y_test)`.
+        data_dir: the folder for `"images"`, with a sub-folder for each class.
 
     Returns:
         A `kerasdp.Dataset`.
 
     Raises:
-        UserError: if there is no such data set, or its files are missing or damaged.
+        UserError: if the data set does not exist, or its files are missing or damaged.
 
     Example:
         ```python
@@ -129,10 +131,10 @@ def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Da
 
 
 def digits() -> Dataset:
-    """Loads 1,797 real handwritten digits (Alpaydin and Kaynak 1998), which are part of this package (digits.txt).
+    """Loads 1,797 real handwritten digits (Alpaydin and Kaynak 1998), which are part of this package (see digits.txt).
 
-    Enlarges each pixel of the 8x8 images to 3x3, and adds a border of 2. The images are then 28x28, as in MNIST. 1,437
-    images are for training, 360 for testing.
+    Enlarges each pixel of the 8x8 images to 3x3 pixels, and adds a border of 2 pixels. So the images have 28x28 pixels,
+    the same size as in MNIST. 1,437 images are for training, 360 for testing.
     """
     with np.load(os.path.join(os.path.dirname(__file__), "digits.npz")) as stored:
         images, labels = stored["images"], stored["labels"]
@@ -146,7 +148,7 @@ def digits() -> Dataset:
 def synthetic(
     shape: tuple[int, ...] = (28, 28, 1), num_classes: int = 10, num_samples: int = 1024, num_test_samples: int = 256
 ) -> Dataset:
-    """Makes random images and labels of any shape and number, to measure speed. They contain nothing to learn."""
+    """Makes random images and labels to measure speed. A model cannot learn anything from these random values."""
     random = np.random.RandomState(0)
 
     def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +160,8 @@ def synthetic(
 def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: int = 3) -> Dataset:
     """Reads a folder of images that has one sub-folder for each class.
 
-    Uses `train/` and `test/` (or `val/`) in the folder if they exist. Otherwise a fifth of the images is for testing.
+    If the folder contains `train/` and `test/` (or `val/`), uses these folders. Otherwise, uses a fifth of the images
+    for testing.
     """
     if data_dir is None:
         raise UserError("--dataset=images needs a folder with a sub-folder for each class; add --data_dir")
@@ -168,7 +171,7 @@ def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: i
         test_paths, test_labels, test_classes = list_images(os.path.join(data_dir, held_out))
         if not set(test_classes) <= set(classes):
             raise UserError(
-                f"--data_dir: {held_out}/ has classes that are not in train/: {set(test_classes) - set(classes)}"
+                f"--data_dir: train/ lacks classes of {held_out}/: {set(test_classes) - set(classes)}; add them"
             )
         test_labels = np.asarray([classes.index(name) for name in test_classes])[test_labels]
     else:
@@ -208,8 +211,8 @@ def published(name: str) -> Dataset:
             (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
     except Exception as error:  # Keras raises bare Exception for a failed download
         raise UserError(
-            f"--dataset: {name} could not be loaded ({error}); copy its files to the folder datasets in "
-            "$KERAS_HOME or ~/.keras, or use --dataset=digits, which needs no download"
+            f"--dataset: {name} could not be loaded ({error}); copy its files to "
+            "$KERAS_HOME/datasets or ~/.keras/datasets, or use --dataset=digits, which needs no download"
         ) from error
     if x_train.ndim == 3:
         x_train, x_test = x_train[..., None], x_test[..., None]

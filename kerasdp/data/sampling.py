@@ -1,7 +1,7 @@
 """Computes which samples are in each batch, and which rows of the batch each replica gets.
 
-Uses only NumPy, so the result is the same on every backend and number of devices. `CachedRows` refers by index to rows
-of arrays that are cached on the devices.
+Uses only NumPy, so the result is the same on every backend and for every number of devices. `CachedRows` refers by
+index to rows of arrays that are cached on the devices.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ _BLOCK = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """The order in which a run reads the samples: which samples are in which batch of which epoch.
+    """Defines the order in which a run reads samples: the samples of each batch of each epoch.
 
     Args:
         num_samples: number of samples of the data set.
-        batch_size: samples of a global batch. The last batch of a pass over the data holds the rest.
+        batch_size: number of samples of a global batch. The last batch of a pass over the data may have fewer samples.
         seed: the seed of the run.
         shuffle: True: each pass has a new order. False: all passes have the order of the data set.
-        steps_per_epoch: batches of an epoch. None: an epoch is one pass. Otherwise an epoch begins where the epoch
-            before it ended.
+        steps_per_epoch: number of batches of an epoch. Each epoch begins where the previous epoch ended. None: an
+            epoch is one pass over the data.
 
     Example:
         ```python
@@ -59,11 +59,11 @@ class Order:
     def batches(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
         """Yields the indices of the samples of each batch of an epoch, as int64 arrays of shape `(rows,)`.
 
-        Neither the memory nor the time to the first batch grows with the number of samples or with `start`.
+        Memory use and the time to the first batch do not depend on the number of samples or on `start`.
 
         Args:
-            epoch: counted from 0.
-            start: number of the first batch, counted from 0.
+            epoch: index of the epoch, from 0.
+            start: index of the first batch, from 0.
         """
         number, end = epoch * self.num_batches + start, (epoch + 1) * self.num_batches
         while number < end:
@@ -87,7 +87,7 @@ class Order:
 
 
 def seed_of_fit(seed: int, number: int) -> int:
-    """Returns the seed for the batch orders of a model's `fit`.
+    """Returns the seed of the batch order for one `fit` of a model.
 
     The first `fit` (`number` 0) uses the seed of the run. Each later `fit` gets a different seed.
     """
@@ -99,16 +99,20 @@ _ROUNDS = 16
 
 
 def round_keys(seed: int, number: int) -> np.ndarray:
-    """Returns the keys of permutation `number` of a seed: raw uint64 values of Philox, which NEP 19 keeps stable."""
+    """Returns the keys of the Feistel rounds in `permuted`, for permutation `number` of a seed.
+
+    The keys are raw uint64 values of NumPy's Philox generator. NEP 19 guarantees that these values never change.
+    """
     return np.random.Philox(key=[seed, number]).random_raw(_ROUNDS)
 
 
 def permuted(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """Returns the values at the given positions of a random permutation of `range(size)`.
 
-    Uses a Feistel network over pairs of digits. The product of the two bases is slightly more than `size`. Values
-    outside the range are permuted again until they are inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite
-    Domains"). All computations use 64-bit integers, so the result is the same on every machine.
+    Writes each position as two digits. The product of the bases of the two digits is slightly more than `size`. A
+    Feistel network permutes the pairs of digits. If a value is outside of the range, the network permutes the value
+    again until it is inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). All computations use
+    64-bit integers, so the result is the same on every machine.
 
     Args:
         places: positions from 0 to `size - 1`, an array of any shape.
@@ -140,17 +144,17 @@ def _shuffled(numbers: np.ndarray, bases: tuple[np.uint64, np.uint64], keys: np.
 
 
 def _hashed(numbers: np.ndarray, base: np.uint64) -> np.ndarray:
-    """Hashes each value to a value from 0 to `base - 1`, with the mixing of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Hashes each value to a value from 0 to `base - 1`, with the mixer of SplitMix64 (Steele, Lea and Flood 2014)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((numbers >> np.uint64(32)) * base) >> np.uint64(32)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns a random order of a few samples. Sorts random numbers, and takes 16 bytes a sample.
+    """Returns a random order of the samples of a small data set.
 
-    Uses the raw stream of Philox (Salmon et al. 2011), which NumPy promises never to change (NEP 19). There is no such
-    promise for `Generator.permutation`.
+    Sorts random integers, which needs 16 bytes of memory for each sample. Uses the raw stream of Philox (Salmon et al.
+    2011), which NumPy promises never to change (NEP 19). NumPy does not promise this for `Generator.permutation`.
 
     Args:
         num_samples: number of samples.
@@ -169,8 +173,8 @@ class ReplicaRows(NamedTuple):
 
     Attributes:
         first: index of the replica's first row in the global batch.
-        num_rows: rows without padding; may be 0.
-        size: rows with padding; at least 1.
+        num_rows: number of rows without padding; may be 0.
+        size: number of rows with padding; at least 1.
     """
 
     first: int
@@ -182,15 +186,15 @@ class ReplicaRows(NamedTuple):
 class Split:
     """Splits global batches over the replicas of a run.
 
-    Each replica gets the same number of rows. Padding fills the rows of the last replicas.
+    Each replica gets the same number of rows. The last replicas get padding if there are too few rows.
 
     Attributes:
-        num_replicas: replicas of the run.
-        shard: index of the shard of inputs that this process reads, and number of shards.
-        is_one_program: whether one program computes the rows of all replicas, as with jax.
-        micro_batch_rows: rows of a micro-batch over all replicas. A micro-batch consists of neighbouring rows of the
-            batch, and is split over the replicas separately. The last one may have fewer rows. None: there are no
-            micro-batches.
+        num_replicas: number of replicas of the run.
+        shard: index of the shard of the inputs that this process reads, and number of shards.
+        is_one_program: whether one program computes the rows of all replicas, as on JAX.
+        micro_batch_rows: number of rows of a micro-batch, over all replicas. None: there are no micro-batches. A
+            micro-batch consists of consecutive rows of the batch. Each micro-batch is split over the replicas
+            separately. The last micro-batch may have fewer rows.
     """
 
     num_replicas: int
@@ -200,7 +204,7 @@ class Split:
 
     @property
     def runs_on_shards(self) -> bool:
-        """Returns whether layers get only a shard of the batch in each call."""
+        """Returns whether a call of a layer gets only one replica's shard of the batch."""
         return self.num_replicas > 1 and not self.is_one_program
 
     def replicas(self, num_rows: int, first: int = 0) -> tuple[ReplicaRows, ...]:
@@ -213,15 +217,15 @@ class Split:
         return _replicas(num_rows, self.num_replicas, first)
 
     def micro_batches(self, num_rows: int) -> list[tuple[ReplicaRows, ...]]:
-        """Returns the rows of each replica for each micro-batch of a batch with `num_rows` rows."""
+        """Returns a tuple for each micro-batch of a batch of `num_rows` rows: the rows of each replica."""
         size = self.micro_batch_rows or num_rows
         return [self.replicas(min(size, num_rows - first), first) for first in range(0, num_rows, size)]
 
     def rows_of_process(self, num_rows: int) -> np.ndarray:
-        """Returns the indices of the rows of this process's replicas, in a batch of `num_rows` rows.
+        """Returns the indices of the rows that this process's replicas get from a batch of `num_rows` rows.
 
-        The order is: for each replica, its rows of the first micro-batch, then of the next. Padding repeats the last
-        row of the micro-batch.
+        The rows are sorted by replica. The rows of a replica are sorted by micro-batch. Padding repeats the last row of
+        the micro-batch.
         """
         if self.num_replicas == 1 and self.micro_batch_rows is None:
             return np.arange(num_rows)
@@ -244,18 +248,18 @@ def _replicas(num_rows: int, num_replicas: int, first: int) -> tuple[ReplicaRows
 
 
 def replica_rows(num_rows: int, num_replicas: int) -> int:
-    """Returns the number of rows of each replica for a batch of `num_rows` rows, padding included."""
+    """Returns the number of rows of each replica for a batch of `num_rows` rows, including padding."""
     return -(-num_rows // num_replicas)
 
 
 class DeviceCache:
-    """Caches whole arrays on each device, from their first use on."""
+    """Caches whole arrays on each device. The arrays are copied to the devices at their first use."""
 
     def __init__(self, arrays: Any):
         self._arrays, self._copies = arrays, None
 
     def copies(self, make: Callable[[Any], Any]) -> Any:
-        """Returns the device copies. The first call makes them with `make`."""
+        """Returns the copies on the devices. The first call creates the copies with `make`."""
         if self._copies is None:
             self._copies = make(self._arrays)
         return self._copies

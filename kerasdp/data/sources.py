@@ -16,7 +16,7 @@ IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm
 
 
 class Source(Protocol):
-    """Protocol for samples that can be read by index, in any order, from several threads.
+    """Defines the protocol of samples that can be read by index, in any order, from several threads.
 
     Attributes:
         num_samples: number of samples.
@@ -29,14 +29,14 @@ class Source(Protocol):
     name: str
 
     def inputs(self, indices: np.ndarray) -> Any:
-        """Returns the inputs of these samples: an array of shape `(rows, ...)`, or a structure of arrays."""
+        """Returns the inputs of the samples at `indices`: an array of shape `(rows, ...)`, or a structure of arrays."""
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """Returns the targets and the sample weights of these samples; either may be None."""
+        """Returns the targets and the sample weights of the samples at `indices`. Either of them may be None."""
 
 
 class ArraySource:
-    """Samples in memory. `fit`, `evaluate`, `predict` and `kerasdp.Dataset` take it.
+    """Holds samples in memory, as data for `fit`, `evaluate`, `predict` and `kerasdp.Dataset`.
 
     Attributes:
         arrays: the inputs of all samples.
@@ -45,11 +45,11 @@ class ArraySource:
 
     Args:
         inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays.
-        targets: of the same form, or None.
-        sample_weight: of the same form, or None.
+        targets: targets in the same form, or None.
+        sample_weight: sample weights in the same form, or None.
 
     Raises:
-        UserError: if the arrays hold different numbers of samples, or none.
+        UserError: if the arrays have different numbers of samples, or no samples.
 
     Example:
         ```python
@@ -75,17 +75,17 @@ class ArraySource:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the inputs, in the dtypes that batches have."""
+        """Returns the size of the inputs in bytes, after conversion to the dtypes of batches."""
         return sum(
             math.prod(leaf.shape) * _type_of_rows(leaf.dtype).itemsize for leaf in keras.tree.flatten(self.arrays)
         )
 
     def inputs(self, indices: np.ndarray) -> Any:
-        """Returns the inputs of these samples, with floats in Keras' float type; see `Source.inputs`."""
+        """Returns the inputs of the samples at `indices`, with floats in Keras' float type; see `Source.inputs`."""
         return in_floatx(self.arrays, indices)
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """Returns targets and sample weights of these samples; see `Source.targets`."""
+        """Returns targets and sample weights of the samples at `indices`; see `Source.targets`."""
         return in_floatx(self.all_targets, indices)
 
 
@@ -116,7 +116,7 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
     """Lists the images below a folder, sorted by name. Each sub-folder is a class.
 
     Returns:
-        Paths, labels (int64), and the class names.
+        The paths, the labels (int64), and the names of the classes.
 
     Raises:
         UserError: if the folder does not exist, or no sub-folder contains an image.
@@ -141,7 +141,8 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
 def as_arrays(structure: Any) -> Any:
     """Converts the leaves of a structure to NumPy arrays.
 
-    Converts float64 to Keras' float type. `in_floatx` converts other floats later, batch by batch.
+    Converts float64 arrays to Keras' float type. `in_floatx` later converts arrays of other float types, batch by
+    batch.
     """
 
     def as_array(leaf: Any) -> Any:
@@ -150,7 +151,7 @@ def as_arrays(structure: Any) -> Any:
         array = np.asarray(leaf)
         if not array.ndim and len(getattr(leaf, "shape", ())):  # NumPy treats it as one object
             raise UserError(
-                f"expected arrays. Received: {type(leaf).__name__}, which NumPy cannot convert; make it dense"
+                f"expected arrays. Received: {type(leaf).__name__}, which NumPy cannot convert; pass a dense array"
             )
         if type(leaf).__name__ == "Series" and array.ndim == 1:  # of pandas or polars: a column, as in Keras
             array = array[:, None]
@@ -160,22 +161,28 @@ def as_arrays(structure: Any) -> Any:
 
 
 def in_floatx(structure: Any, rows: Any = ...) -> Any:
-    """Returns rows of the arrays of a structure, with floats in Keras' float type, as in `keras.Model.fit`."""
+    """Returns the chosen rows of all arrays of a structure; by default all rows.
+
+    Converts floats to Keras' float type, like `keras.Model.fit`.
+    """
     return keras.tree.map_structure(
         lambda leaf: leaf if leaf is None else leaf[rows].astype(_type_of_rows(leaf.dtype), copy=False), structure
     )
 
 
 def _type_of_rows(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype that batches of an array have.
+    """Returns the dtype that batches have, for an array of the given dtype.
 
-    bfloat16 counts as a float by its name, because NumPy has no `dtype.kind` for it.
+    Recognizes bfloat16 as a float by its name, because NumPy has no `dtype.kind` for bfloat16.
     """
     return np.dtype(keras.config.floatx()) if dtype.kind not in "biu" and "float" in dtype.name else dtype
 
 
 def digest_of(arrays: Iterable[Any]) -> str:
-    """Returns a digest of shapes and elements. It is the same for each precision of floating-point values."""
+    """Returns a digest of the shapes and elements of arrays.
+
+    Converts floats to float32 first, so the digest does not depend on their precision.
+    """
     digest = hashlib.sha256()
     for array in map(np.asarray, arrays):
         digest.update(f"{array.shape}".encode())
@@ -187,7 +194,7 @@ def digest_of(arrays: Iterable[Any]) -> str:
 def is_of_arrays(x: Any) -> bool:
     """Returns whether `x` is an array or a structure that may contain arrays.
 
-    Sparse matrices count as arrays, and raise an error later.
+    Returns True also for sparse matrices. Later code raises an error for them.
     """
     return isinstance(x, (list, tuple, dict)) or hasattr(x, "__array__") or hasattr(x, "tocsr")
 
@@ -222,23 +229,25 @@ def refuse_strings(structure: Any, name: str) -> None:
         if leaf is None or leaf.dtype.kind not in "OSU":
             continue
         raise UserError(
-            f"{name}: expected numbers. Received: strings ({leaf.dtype}), which a model can convert only with "
-            "tensorflow; convert them before, by a StringLookup or TextVectorization layer `lookup`: "
-            "ds.map(lambda text, y: (lookup(text), y)) for tf.data, lookup(text) for an array"
+            f"{name}: expected numbers. Received: strings ({leaf.dtype}), which only tensorflow models accept; "
+            "convert strings first, with a StringLookup or TextVectorization layer: lookup(text) for an array, "
+            "ds.map(lambda text, y: (lookup(text), y)) for tf.data"
         )
 
 
 def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarray:
-    """Returns the weight of each sample from its class. Classes without a weight get 1.
+    """Returns the sample weights that follow from class weights. The weight of a class that is not listed is 1.
 
-    `targets` contains class indices or one-hot vectors.
+    Args:
+        targets: class indices or one-hot vectors.
+        class_weight: weight of each class, by class index.
 
     Raises:
         UserError: if there is more than one target array, or a weight is for an unknown class.
     """
     targets = as_arrays(targets)
     if not isinstance(targets, np.ndarray) or not targets.ndim:
-        raise UserError(f"class_weight: expected one array as y, for the only output. Received: {type(targets)}")
+        raise UserError(f"class_weight: expected one array as y, not a structure. Received: {type(targets)}")
     num_classes = math.inf  # unknown: a class may have no sample
     if targets.ndim > 1 and targets.shape[-1] == 1:
         targets = np.squeeze(targets, axis=-1)
@@ -247,7 +256,7 @@ def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarr
     classes = np.round(targets).astype("int32")
     for label in class_weight:
         if not isinstance(label, (int, float, np.integer, np.floating)) or label % 1 or not 0 <= label < num_classes:
-            raise UserError(f"class_weight: expected class numbers of y, from 0. Received: {label!r}")
+            raise UserError(f"class_weight: expected class indices of y as keys, from 0. Received: {label!r}")
     return np.array([class_weight.get(int(label), 1.0) for label in classes], dtype=keras.config.floatx())
 
 
@@ -257,11 +266,12 @@ def take_rows(structure: Any, indices: Any) -> Any:
 
 
 def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Splits the arrays into training and validation samples. As in Keras, the last samples are for validation,
-    unshuffled.
+    """Splits arrays into training and validation samples.
+
+    Like Keras, takes the last samples for validation, without shuffling.
 
     Raises:
-        UserError: if one of the two sides would be empty.
+        UserError: if `x` contains no arrays, or the training or validation samples would be empty.
     """
     if not is_of_arrays(x):
         raise UserError(f"validation_split: expected arrays. Received: {type(x).__name__}; use validation_data")
@@ -269,25 +279,26 @@ def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tupl
     cut = int(source.num_samples * (1.0 - fraction)) if 0 < fraction < 1 else 0
     if cut in (0, source.num_samples):
         raise UserError(
-            f"validation_split: expected a fraction that leaves some of the {source.num_samples} samples on each side. "
-            f"Received: {fraction}"
+            "validation_split: expected at least one sample for training and one for validation. Received: the "
+            f"fraction {fraction} of {source.num_samples} samples"
         )
     arrays = source.arrays, *source.all_targets
     return take_rows(arrays, slice(None, cut)), take_rows(arrays, slice(cut, None))
 
 
 class RecordSource:
-    """Samples from records that are read by index: a data set of PyTorch or Hugging Face, a source of Grain, a list.
+    """Reads samples by index from records, such as a PyTorch or Hugging Face data set, a Grain source or a list.
 
     Args:
-        records: has `len(records)` and `records[7]`. If it has `__getitems__`, as in PyTorch and Grain, that reads
-            several records at once.
-        decode: a function of a record. It returns `(inputs, targets)`, `(inputs, targets, sample_weight)` or the inputs
-            alone: arrays or numbers without a batch axis, or structures of them. None: the records have this form.
+        records: an object with `len(records)` and `records[7]`. If `records` has a method `__getitems__`, as in PyTorch
+            and Grain, this method reads several records at once.
+        decode: a function of a record. It returns `(inputs, targets)`, `(inputs, targets, sample_weight)` or only the
+            inputs. Each of these is an array or a number without a batch axis, or a structure of arrays and numbers.
+            None: the records already have this form.
         num_threads: number of threads that read and decode at the same time.
 
     Raises:
-        UserError: if there are no records, or they cannot be read by index.
+        UserError: if there are no records, or the records cannot be read by index.
 
     Example:
         ```python
@@ -313,7 +324,7 @@ class RecordSource:
         kind = type(records).__name__
         if not hasattr(records, "__getitem__") or not hasattr(records, "__len__"):
             raise UserError(
-                f"expected records that can be read by index. Received: a {kind} without __len__ and __getitem__; "
+                f"expected records that can be read by index. Received: a {kind} without __len__ or __getitem__; "
                 "pass sequential data to fit directly, in batches"
             )
         self.num_samples, self.num_threads = len(records), num_threads
@@ -327,11 +338,11 @@ class RecordSource:
         return type(self), (self.records, self._decode, self.num_threads)
 
     def inputs(self, indices: np.ndarray) -> Any:
-        """Returns the inputs of these samples; see `kerasdp.data.sources.Source.inputs`."""
+        """Returns the inputs of the samples at `indices`; see `Source.inputs`."""
         return _stacked([inputs for inputs, _, _ in self._samples(indices)])
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """Returns targets and sample weights of these samples; see `kerasdp.data.sources.Source.targets`."""
+        """Returns targets and sample weights of the samples at `indices`; see `Source.targets`."""
         samples = self._samples(indices)
         return _stacked([targets for _, targets, _ in samples]), _stacked([weight for _, _, weight in samples])
 
@@ -361,6 +372,6 @@ def _stacked(samples: Sequence[Any]) -> Any:
         stacked = keras.tree.map_structure(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)
     except ValueError as error:
         raise UserError(
-            f"records: expected samples of one structure and shape. Received: {error}; crop or pad them in `decode`"
+            f"records: expected samples of the same structure and shape. Received: {error}; crop or pad in `decode`"
         ) from error
     return as_arrays(stacked)

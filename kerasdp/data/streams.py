@@ -30,13 +30,13 @@ class Stream:
         self._waiting: collections.deque[Any] = collections.deque()
 
     def peek(self) -> Any:
-        """Returns the next batch without removing it; END if there is none."""
+        """Returns the next batch without removing it; `END` if there is no next batch."""
         if not self._waiting:
             self._waiting.append(next(self._iterator, END))
         return self._waiting[0]
 
     def take(self) -> Any:
-        """Returns the next batch and removes it; END if there is none."""
+        """Returns the next batch and removes it; `END` if there is no next batch."""
         return self._waiting.popleft() if self._waiting else next(self._iterator, END)
 
     def give_back(self, batches: list[Any]) -> None:
@@ -53,7 +53,7 @@ def length_of(batches: Any) -> int | None:
     """Returns the number of batches that an object yields; None if not known.
 
     Raises:
-        UserError: if the object reports that it has no end.
+        UserError: if the object reports that it is infinite.
     """
     length: int | None = None
     if hasattr(batches, "cardinality"):  # tf.data: negative where it is infinite or unknown
@@ -64,18 +64,18 @@ def length_of(batches: Any) -> int | None:
         except TypeError:  # a DataLoader over an IterableDataset that has no length
             return None
     if length in (_NO_END, _GRAIN_NO_END):
-        raise UserError(f"x: the {kind_of(batches)} has no end; add steps_per_epoch")
+        raise UserError(f"x: the {kind_of(batches)} is infinite; add steps_per_epoch")
     return length if length is None or length >= 0 else None
 
 
 def seed_pass(batches: Any, seed: int, number: int) -> None:
-    """Seeds the shuffling of an object, so that its order depends only on the run's seed and the pass.
+    """Seeds a pass over the data, so that the order of the batches depends only on the run's seed and the pass.
 
-    Sets the global seeds of Python, NumPy and torch. Seeds the generators of a torch DataLoader and its samplers, and
-    calls `set_epoch` where it exists.
+    Sets the global seeds of Python, NumPy and torch. Seeds the generators of a torch DataLoader and its samplers. Calls
+    `set_epoch` of objects that have this method.
 
     Args:
-        batches: the object; a pass over it is about to start.
+        batches: the data; a pass over the data is about to start.
         seed: seed of the run.
         number: index of the pass, from 0.
     """
@@ -95,10 +95,10 @@ def seed_pass(batches: Any, seed: int, number: int) -> None:
 
 
 def skip_passes(batches: Any, count: int) -> None:
-    """Advances the random state of an object as if `count` more passes had been read.
+    """Advances the random state of the data as if `count` more passes had been read.
 
-    tf.data (2.21) draws the order of a pass when it makes the iterator. A DataLoader needs nothing, since each pass is
-    seeded. Other objects may draw when they yield the first batch, so this function reads that batch.
+    tf.data (2.21) shuffles when the iterator of a pass is made. Other objects may shuffle when they yield the first
+    batch, so this function reads the first batch. It does nothing for a DataLoader, since `seed_pass` seeds each pass.
     """
     torch = sys.modules.get("torch")
     for _ in range(0 if torch is not None and isinstance(batches, torch.utils.data.DataLoader) else count):
@@ -108,9 +108,9 @@ def skip_passes(batches: Any, count: int) -> None:
 
 
 def refuse_split_data(batches: Any) -> None:
-    """Raises `UserError` for an object that yields different samples in each process.
+    """Raises `UserError` for data that yields different samples in each process.
 
-    kerasdp splits the batches itself.
+    This data must be whole, because kerasdp splits the batches.
     """
     sampler: Any = getattr(batches, "sampler", None)
     if type(sampler).__name__ == "DistributedSampler" and sampler.num_replicas > 1:
@@ -133,9 +133,9 @@ _MOST_AHEAD = 256
 class StreamReader(BatchReader):
     """Reads batches from any iterable, in the order of the iterable.
 
-    An iterator can be read only once, so each epoch continues it. Other iterables start again in each epoch. In
-    training with `steps` batches an epoch, each epoch continues where the last one ended. An evaluation starts with the
-    first batch.
+    Each epoch reads the data from the start, with two exceptions. An iterator can be read only once, so each epoch
+    continues the iterator. In training with `steps` batches an epoch, each epoch continues where the previous epoch
+    ended.
     """
 
     def __init__(
@@ -150,13 +150,14 @@ class StreamReader(BatchReader):
 
         Args:
             batches: an iterable of batches.
-            *args: as in `BatchReader`.
-            seed: seed for objects that shuffle without a seed, in training. None in an evaluation.
-            known_streams: stores iterators that can be read only once, by `id`, with the batches that were read ahead.
-            **kwargs: as in `BatchReader`.
+            *args: see `BatchReader`.
+            seed: seed that makes the shuffling of the data repeatable, in training; None in an evaluation.
+            known_streams: streams of iterators that can be read only once, by the `id` of the iterator. A stream holds
+                the batches that an earlier call read but did not use.
+            **kwargs: see `BatchReader`.
 
         Raises:
-            UserError: if the batches have no end, or are only a shard of the run's batches.
+            UserError: if the data is infinite and `steps` is None, or the data is already split over the processes.
         """
         super().__init__(batches, *args, **kwargs)
         refuse_split_data(batches)
@@ -178,7 +179,7 @@ class StreamReader(BatchReader):
         self._digests: dict[int, str] = {}
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
-        """Yields a read function for each batch; see `Reader.epoch`."""
+        """Yields, for each batch, a function that reads the batch; see `Reader.epoch`."""
         if not self._continues and not (self._is_fresh and self._pass == epoch):
             self._open(epoch)
         elif not self._is_read_once and self._pass < 0:
@@ -190,7 +191,7 @@ class StreamReader(BatchReader):
             yield functools.partial(self._read, epoch, number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
-        """Skips the batches before a resume point; see `Reader.resume_at`."""
+        """Skips the batches before the resume point; see `Reader.resume_at`."""
         self._resumed_with = saved or {}
         if self._continues:
             if not self._is_read_once and self._pass < 0:
@@ -201,9 +202,9 @@ class StreamReader(BatchReader):
             self._is_fresh = False
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """Returns a digest of the last batch before this position, to recognize the batch after a resume.
+        """Returns a digest of the last batch before this position.
 
-        See `Reader.saved_state`.
+        A resumed run uses the digest to check that the data yields the same batch. See `Reader.saved_state`.
         """
         digest = self._digests.get(self._place(epoch, batch))
         return None if digest is None else {"digest": digest}
@@ -211,16 +212,17 @@ class StreamReader(BatchReader):
     def end_epoch(self, number: int) -> None:
         """Ends an epoch; see `Reader.end_epoch`.
 
-        For an iterator that can be read only once, puts back the batches that were read ahead.
+        If the data is an iterator that can be read only once, puts back the batches that were read but not used.
         """
         if self._is_read_once and self._stream is not None:
             self._stream.give_back([data for place, data in self._read_last if place >= number])
         self._read_last.clear()
 
     def _place(self, epoch: int, batch: int) -> int:
-        """Returns the number of batches before a batch.
+        """Returns the number of batches before batch `batch` of epoch `epoch`.
 
-        Counts from the start of the run if an epoch continues the last one, otherwise from the start of the epoch.
+        Counts from the start of the run if each epoch continues the previous epoch, otherwise from the start of the
+        epoch.
         """
         return epoch * (self._steps or 0) + batch if self._continues else batch
 
@@ -230,7 +232,7 @@ class StreamReader(BatchReader):
         return self._stream.peek() if self._stream else END
 
     def _open(self, number: int) -> None:
-        """Starts a pass over the data, in every process."""
+        """Starts pass `number` over the data. Each process calls this method."""
         if self._seed is not None:
             seed_pass(self.batches if self._reads else (), self._seed, number)
         if self._reads:
@@ -273,7 +275,7 @@ class StreamReader(BatchReader):
         return data
 
     def _require_some(self, number: int) -> None:
-        """Raises `UserError` if an iterator that can be read only once has no batch left for an epoch."""
+        """Raises `UserError` if an iterator that can be read only once has ended before an epoch begins."""
         if self._is_read_once and self._num_taken and not number:
             raise UserError(
                 f"x: the {kind_of(self.batches)} is exhausted after {self._num_taken} batches, since it can be read "
@@ -281,7 +283,7 @@ class StreamReader(BatchReader):
             )
 
     def _drop_before(self, place: int) -> None:
-        """Reads the batches before the resume point again, and drops them."""
+        """Reads the batches before the resume point again, and discards them."""
         missing: int = place - self._num_taken
         data: Any = None
         for _ in range(missing if self._reads else 0):
@@ -292,6 +294,6 @@ class StreamReader(BatchReader):
         if data is None or data is END or self._resumed_with is None:
             return
         is_other = self._resumed_with.get("digest") not in (None, _digest_of(self._unpacked(data)))
-        end = ". The last one differs from the batch that was trained; seed the shuffling" if is_other else ""
-        self.warn(f"--resume: {missing} batches of the {kind_of(self.batches)} were read again and dropped{end}")
+        end = ". The last batch differs from the last one before the checkpoint; seed the shuffling" if is_other else ""
+        self.warn(f"--resume: {missing} batches of the {kind_of(self.batches)} were read again and skipped{end}")
         self._resumed_with = None

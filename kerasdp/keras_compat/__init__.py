@@ -1,5 +1,5 @@
-"""Holds all uses of private Keras names: only this package imports `keras.src` and patches Keras' classes and objects.
+"""Reads and patches private parts of Keras; no other package of kerasdp imports `keras.src`.
 
-Each function says what it is for, which version of Keras was read, and why no public API is enough. `patches` restores
-replaced attributes at the end of a context, except for patches that are documented as permanent.
+The docstring of each function names the purpose of the function, the version of Keras that it was written for, and why
+no public API is enough. Most patches end with a context. Permanent patches are documented as permanent.
 """

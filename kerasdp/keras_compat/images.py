@@ -17,12 +17,13 @@ def resize(
     original: Callable[..., Any], images: Any, size: tuple[int, int], interpolation: str = "bilinear",
     antialias: bool = False, **choices: Any,
 ) -> Any:  # fmt: skip
-    """Resizes images by one matrix product for each axis, in the cases in which backends differ.
+    """Resizes images with the same result on all backends, by one matrix product for each axis.
 
-    All other cases go to `original`.
+    This is only needed for bicubic resizing and for bilinear resizing of float64 images. All other cases go to
+    `original`.
 
-    Bicubic resizing uses the polynomial of jax. torch (2.13) has another polynomial (-0.75 instead of -0.5), which
-    changes values by a tenth. TensorFlow reads the polynomial from a table, with errors of 1e-4.
+    Bicubic resizing uses jax's kernel with the coefficient -0.5. torch (2.13) uses the coefficient -0.75, which changes
+    values by a tenth. TensorFlow reads its kernel from a table, with errors of 1e-4.
 
     Bilinear resizing of float64 images stays in float64. TensorFlow interpolates in float32.
     """
@@ -52,7 +53,7 @@ def resize(
 
 
 def _of_ratio(images: Any, size: tuple[int, int], axes: tuple[int, int], fill_value: float | None) -> Any:
-    """Crops images around their center to the aspect ratio of `size`; with `fill_value`, pads them instead."""
+    """Crops images around their center to the aspect ratio of `size`. With `fill_value`, pads images instead."""
     lengths = [images.shape[axis] for axis in axes]
     for axis, length, other, wanted, by in zip(axes, lengths, lengths[::-1], size, size[::-1]):
         right = int(other * wanted / by)
@@ -68,10 +69,10 @@ def _of_ratio(images: Any, size: tuple[int, int], axes: tuple[int, int], fill_va
 
 @functools.lru_cache(64)
 def _interpolation(known: Any, wanted: int, is_cubic: bool, antialias: bool) -> Any:
-    """Returns the matrix that interpolates one axis, of shape `(wanted, known)`.
+    """Returns the matrix of shape `(wanted, known)` that resizes one axis from `known` to `wanted` pixels.
 
-    Each row holds the weights of the `known` pixels in one of the `wanted` pixels. The weights depend on the distance
-    between the centers of the pixels.
+    Each row belongs to one output pixel, and holds the weights of the input pixels. A weight depends on the distance
+    between the centers of the input pixel and the output pixel.
     """
     of = np if isinstance(known, int) else ops
     numbers = of.arange(known, dtype="float64")
@@ -90,17 +91,18 @@ def affine(
     original: Callable[..., Any], images: Any, transform: Any, interpolation: str = "bilinear",
     fill_mode: str = "constant", fill_value: float = 0, data_format: str | None = None,
 ) -> Any:  # fmt: skip
-    """Applies an affine transform; float64 images stay in float64, and `fill_mode="wrap"` is as on torch and jax.
+    """Applies an affine transform to images, with the same result on all backends.
 
-    TensorFlow (2.21) reads the matrix in float32, which shifts positions by 1e-7 of the image. Its "wrap" leaves out
-    the pixels between the last one and the first.
+    This is only needed for float64 images and for `fill_mode="wrap"`. All other cases go to `original`. TensorFlow
+    (2.21) reads the matrix in float32, which shifts positions by 1e-7 of the image. TensorFlow's "wrap" leaves out the
+    positions between the last pixel and the first pixel.
 
     Args:
         original: the backend's function.
-        images: a batch, of four axes.
-        transform: `(images, 8)`: the entries of a 3 x 3 matrix without its last entry, 1. The matrix maps each output
-            pixel to a position in the input.
-        interpolation: as in Keras. So are the arguments after it.
+        images: a batch of images, with four axes.
+        transform: a tensor of shape `(images, 8)`: for each image, the first eight entries of a 3 x 3 matrix. The last
+            entry of the matrix is 1. The matrix maps each output pixel to a position in the input.
+        interpolation: see `keras.ops.image.affine_transform`, also for the remaining arguments.
     """
     if not (is_float64(images) or fill_mode == "wrap") or not _is_batch(images):
         return original(images, transform, interpolation, fill_mode, fill_value, data_format)
@@ -111,10 +113,10 @@ def perspective(
     original: Callable[..., Any], images: Any, start_points: Any, end_points: Any, interpolation: str = "bilinear",
     fill_value: float = 0, data_format: str | None = None,
 ) -> Any:  # fmt: skip
-    """Applies a perspective transform; float64 images stay in float64, as on torch.
+    """Applies a perspective transform to images. For float64 images, all backends compute in float64, as torch does.
 
-    Keras (3.15.1) reads the points in float32 on TensorFlow and jax. The function that computes the matrix from the
-    points is private: `keras.src.backend.image.compute_homography_matrix`, on each backend.
+    All other images go to `original`. Keras (3.15.1) reads the points in float32 on TensorFlow and jax. The matrix
+    comes from the private `keras.src.backend.image.compute_homography_matrix`, which every backend has.
     """
     if not is_float64(images) or not _is_batch(images) or len(start_points.shape) != 3:
         return original(images, start_points, end_points, interpolation, fill_value, data_format)
@@ -140,10 +142,11 @@ def _moved(
 ) -> Any:  # fmt: skip
     """Samples images at the positions to which a 3 x 3 matrix maps each output pixel.
 
-    The first six entries of the matrix are in `transform`, its last entry is 1.
+    The first six entries of the matrix are in `transform`. The last entry is 1.
 
     Args:
-        nearer: `(images, 2)`: entries 7 and 8 of the matrix, for a perspective. None: zeros.
+        nearer: a tensor of shape `(images, 2)` with entries 7 and 8 of the matrix, for a perspective. None: both
+            entries are 0.
     """
     images, is_wide = ops.convert_to_tensor(images), is_float64(images)
     wide = "float64" if is_wide else "float32"  # not `result_type`, which may turn float64 into float32
@@ -161,7 +164,10 @@ def _moved(
 
 
 def _taken(images: Any, y: Any, x: Any, interpolation: str, fill_mode: str, fill_value: float) -> Any:
-    """Returns interpolated pixels, channels last, at positions `y` and `x` of shape `(images, height, width)`."""
+    """Returns interpolated pixels, channels last, at the positions `y` and `x`.
+
+    `y` and `x` have the shape `(images, height, width)`.
+    """
     height, width, channels = images.shape[1:]
     rows = ops.reshape(images, (-1, channels))
     first = ops.cast(ops.arange(ops.shape(images)[0]), "int32")[:, None, None] * (height * width)
@@ -177,10 +183,11 @@ def _taken(images: Any, y: Any, x: Any, interpolation: str, fill_mode: str, fill
 
 
 def _neighbours(place: Any, size: int, interpolation: str, fill_mode: str) -> list[tuple[Any, Any, Any]]:
-    """Returns the pixels that interpolation reads on one axis, for each position.
+    """Returns the neighboring pixels on one axis from which each position is interpolated.
 
     Returns:
-        For each neighbour its indices, whether each index lies inside the image, and its weights.
+        A tuple for each neighbor: its index for each position, whether that index lies inside the image, and its
+        weight.
     """
     if interpolation == "nearest":
         found = [(ops.sign(place) * ops.floor(ops.abs(place) + 0.5), ops.ones_like(place))]
@@ -204,30 +211,33 @@ def _neighbours(place: Any, size: int, interpolation: str, fill_mode: str) -> li
 def elastic_outside_of_a_program(
     original: Callable[..., Any], images: Any, alpha: Any = 20.0, sigma: Any = 5.0, **choices: Any
 ) -> Any:
-    """Raises a clear error for a RandomElasticTransform in a compiled step of jax.
+    """Raises a clear error if jax compiles a RandomElasticTransform; otherwise calls `original`.
 
-    The size of its kernel is a random value, and XLA compiles only fixed sizes. Keras (3.15.1) raises an AttributeError
-    there. Outside of a compiled step, this calls `original`.
+    The layer's kernel has a random size, and XLA compiles only fixed sizes. In a compiled step, Keras (3.15.1) raises
+    an AttributeError.
     """
     try:
         int(sigma)
     except Exception as error:
         raise UserError(
-            "RandomElasticTransform: jax cannot compile this layer, because the size of its kernel is random; apply it "
-            "to the data (with the map of tf.data), or train with torch or tensorflow"
+            "RandomElasticTransform: jax cannot compile this layer, because the size of its kernel is random; apply "
+            "the layer to the data (with tf.data.Dataset.map), or train with torch or tensorflow"
         ) from error
     return original(images, alpha, sigma, **choices)
 
 
 def hue_in_its_own_type(original: Callable[..., Any], layer: Any, images: Any, *ranges: Any) -> Any:
-    """Makes `RandomHue` scale images in float64 if the layer computes in float64; Keras (3.15) uses float32."""
+    """Makes `RandomHue` scale images in float64 if the layer computes in float64.
+
+    Keras (3.15) always scales in float32.
+    """
     return original(layer, images, *ranges, dtype="float64" if layer.compute_dtype == "float64" else "float32")
 
 
 def brightness_of_a_copy(original: Callable[..., Any], layer: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keeps `RandomBrightness` from changing its inputs.
+    """Keeps `RandomBrightness` from changing its input tensor.
 
-    Keras (3.15.1) adds to the images in place (`images += rgb_delta`). On torch this also changes the inputs of other
-    layers.
+    Keras (3.15.1) adds to the images in place (`images += rgb_delta`). On torch, this also changes the images that
+    other layers get.
     """
     return original(layer, ops.copy(images), *args, **kwargs)

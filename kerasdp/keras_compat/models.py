@@ -1,6 +1,6 @@
 """Reads the graph, losses and metrics of a Keras model, and hooks into its training steps.
 
-The loss and metrics of `compile` can be computed for some rows of a batch. In user-defined steps, the run handles the
+The hooks compute the loss and metrics of `compile` for some rows of a batch. In user-defined steps, they replace the
 calls of optimizers and metrics.
 """
 
@@ -30,9 +30,10 @@ from kerasdp.keras_compat.patches import (
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
-    """Returns the functional model behind a model: itself, or the one inside a Sequential model; None for other models.
+    """Returns the functional model behind a model: the model itself, or the model inside a Sequential model.
 
-    In Keras 3.15, the class `keras.src.models.functional.Functional` and `Sequential._functional` are private.
+    Returns None for any other model. In Keras 3.15, the class `keras.src.models.functional.Functional` and
+    `Sequential._functional` are private.
     """
     if isinstance(model, keras.Sequential) and model.built:
         model = model._functional
@@ -40,12 +41,12 @@ def as_functional(model: keras.Model) -> keras.Model | None:
 
 
 def calls(model: keras.Model) -> list[Any] | None:
-    """Returns the layer calls of a functional model without its inputs, in an order in which they can run.
+    """Returns the layer calls in the graph of a functional model, in an order in which they can run.
 
-    Returns None for another kind of model.
+    The inputs of the model are left out. For any other kind of model, the result is None.
 
     Uses the private `Function._nodes_by_depth` of Keras 3.15, and `operation`, `arguments`, `input_tensors`, `outputs`
-    and `is_input` of each node. There is no public API for it.
+    and `is_input` of each node. No public API lists these calls.
     """
     by_depth = getattr(model, "_nodes_by_depth", None)
     if by_depth is None:
@@ -56,7 +57,7 @@ def calls(model: keras.Model) -> list[Any] | None:
 def inputs_structure(model: keras.Model) -> Any:
     """Returns a functional model's inputs in their original structure: a tensor, list or dictionary.
 
-    Uses the private `Function._inputs_struct` of Keras 3.15; the public `input` is flat in some cases.
+    Uses the private `Function._inputs_struct` of Keras 3.15. In some cases, the public `input` is a flat list.
     """
     return model._inputs_struct
 
@@ -64,36 +65,37 @@ def inputs_structure(model: keras.Model) -> Any:
 def outputs_structure(model: keras.Model) -> Any:
     """Returns a functional model's outputs in their original structure: a tensor, list or dictionary.
 
-    Uses the private `Function._outputs_struct` of Keras 3.15; the public `output` is flat in some cases.
+    Uses the private `Function._outputs_struct` of Keras 3.15. In some cases, the public `output` is a flat list.
     """
     return model._outputs_struct
 
 
 def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
-    """Builds the unbuilt layers, losses, metrics and optimizer of a compiled model.
+    """Builds the layers, losses, metrics and optimizer of a compiled model that are not built yet.
 
-    Uses the private `Trainer._symbolic_build` of Keras 3.15. Without training, no public call builds all of them.
+    Uses the private `Trainer._symbolic_build` of Keras 3.15. No public call builds all of them without training.
 
     Args:
-        model: compiled.
+        model: a compiled model.
         data: `KerasTensor`s of inputs, targets and sample weights.
     """
     for training in (False, True):  # Keras tries only `training=False`
         if not all(layer.built for layer in all_layers(model)) and "training" in model.call_signature_parameters:
-            # An error here comes again below, with Keras' explanation. `training=False` draws no seed.
+            # An error here is raised again below, with Keras' explanation. With `training=False`, no seed is drawn.
             with contextlib.suppress(Exception):
                 backend.compute_output_spec(model, data[0], training=training)
     model._symbolic_build(data_batch=data)
 
 
 def methods_through(others: dict[str, Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which methods of `keras.Model` are replaced; `super()` in a subclass calls the replacement.
+    """Returns a context in which methods of `keras.Model` are replaced, also for `super()` calls in subclasses.
 
     In Keras 3.15, `Model` inherits `fit`, `evaluate` and `predict` from the trainer of the backend, which has no hook.
-    Scripts that call only the runner's methods do not need this.
+    Scripts that call only the runner's methods do not need this context.
 
     Args:
-        others: by name of the method, a function that gets Keras' method, the model and the arguments.
+        others: the replacements, by name of the method. The arguments of a replacement are Keras' method, the model,
+            and the arguments of the call.
     """
     return wrapped(keras.Model, **others)
 
@@ -101,20 +103,21 @@ def methods_through(others: dict[str, Callable[..., Any]]) -> contextlib.Abstrac
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
     """Returns the `CompileLoss` and `CompileMetrics` of a model; (None, None) before the first `compile`.
 
-    Each `compile` makes new objects. So they show whether a model was compiled again.
+    Each `compile` creates new objects, so the objects show whether a model was compiled again.
 
-    Uses the private `Trainer._compile_loss` and `_compile_metrics` of Keras 3.15; there is no public API for it.
+    Uses the private `Trainer._compile_loss` and `_compile_metrics` of Keras 3.15. No public API returns these objects.
     """
     return model._compile_loss, model._compile_metrics
 
 
 def compiled_metrics(model: keras.Model) -> list[tuple[str, keras.metrics.Metric]]:
-    """Returns pairs of a unique name and a metric of `compile`.
+    """Returns all metrics of `compile`, as pairs of a unique name and a metric.
 
-    Names begin with "weighted" for weighted metrics, and with the output if the model has several.
+    The name of a weighted metric begins with "weighted". If the model has several outputs, the name of the output
+    follows.
 
     In Keras 3.15, a built `CompileMetrics` has the private `_flat_metrics` and `_flat_weighted_metrics`. Each list has
-    one entry (or None) for each output. The public `CompileMetrics.metrics` does not separate the two kinds.
+    one entry (or None) for each output. The public `CompileMetrics.metrics` does not show which metrics are weighted.
     """
     metrics = model._compile_metrics
     if metrics is None or not metrics.built:
@@ -129,7 +132,9 @@ def compiled_metrics(model: keras.Model) -> list[tuple[str, keras.metrics.Metric
 
 
 def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
-    """Returns the function of targets, outputs and sample weights that `compile(loss=)` made; None without a loss.
+    """Returns the loss function that `compile(loss=)` made; None without a loss.
+
+    The arguments of the function are targets, outputs and sample weights.
 
     Uses the private `Trainer._compile_loss` of Keras 3.15. The public `compute_loss` adds the penalties of the layers.
     """
@@ -137,7 +142,9 @@ def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
 
 
 def output_losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """Returns the loss of each output of a compiled model that has one; empty before the losses are built.
+    """Returns the losses of the outputs of a compiled model; an empty list before the losses are built.
+
+    Outputs without a loss are left out.
 
     Uses the private `CompileLoss._flat_losses` of Keras 3.15. The public `model.loss` is the argument of `compile`.
     """
@@ -147,8 +154,8 @@ def output_losses(model: keras.Model) -> list[keras.losses.Loss]:
 def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
     """Returns the arguments that a loss passes to its function, such as `axis` or `ignore_class`.
 
-    Uses the private `LossFunctionWrapper._fn_kwargs` of Keras 3.15. The public `get_config` has other names for them in
-    each class.
+    Uses the private `LossFunctionWrapper._fn_kwargs` of Keras 3.15. In the public `get_config`, the names of these
+    arguments depend on the class.
     """
     return getattr(loss, "_fn_kwargs", {})
 
@@ -156,30 +163,32 @@ def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
 def compute_loss(
     model: keras.Model, inputs: Any, targets: Any, outputs: Any, sample_weight: Any, *, training: bool
 ) -> Any:
-    """Calls the public `model.compute_loss`, with `training` if it has this argument.
+    """Calls the public `model.compute_loss`, with `training` if the method has this argument.
 
-    Uses the private `Trainer._compute_loss` of Keras 3.15, which Keras' steps call as well.
+    Uses the private `Trainer._compute_loss` of Keras 3.15. The steps of Keras also call `_compute_loss`.
     """
     return model._compute_loss(inputs, targets, outputs, sample_weight, training=training)
 
 
 def restored_epoch(model: keras.Model) -> int | None:
-    """Returns the epoch at which `keras.callbacks.BackupAndRestore` resumes a training; None if it does not.
+    """Returns the epoch at which `keras.callbacks.BackupAndRestore` resumes a run; None without a resume.
 
-    Uses the private `Trainer._initial_epoch` of Keras 3.15, which the callback sets at the start of training. There is
-    no public API for it.
+    Uses the private `Trainer._initial_epoch` of Keras 3.15, which the callback sets at the start of training. No public
+    API returns this epoch.
     """
     return model._initial_epoch
 
 
 def set_training_mode(model: keras.Model, is_training: bool) -> None:
-    """Sets the training mode of the model's `torch.nn.Module` on torch, as Keras' `fit` and `evaluate` do."""
+    """Sets the training mode of a model as a `torch.nn.Module`, like Keras' `fit` and `evaluate`; only on torch."""
     if keras.backend.backend() == "torch":
         model.train(is_training)
 
 
 def flat_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
-    """Converts logs to the result of `evaluate` without `return_dict`: one value, or a list in the order of metrics.
+    """Converts logs to the result of `evaluate` with `return_dict=False`.
+
+    The result is one value, or a list of values in the order of the metrics.
 
     Uses the private `Trainer._flatten_metrics_in_order` of Keras 3.15. The public `metrics_names` differs from the
     names in the logs.
@@ -190,16 +199,16 @@ def flat_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
 def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
     """Adds the loss of a batch to the mean that Keras reports as `loss`.
 
-    Uses the private `Trainer._loss_tracker` of Keras 3.15. It is also the first entry of the public `model.metrics`.
-    That walks through all layers in each call, which is too slow for a training step.
+    Uses the private `Trainer._loss_tracker` of Keras 3.15. The tracker is also the first entry of the public
+    `model.metrics`. But `model.metrics` walks through all layers in each call, which is too slow for a training step.
     """
     model._loss_tracker.update_state(loss, sample_weight=num_rows)
 
 
 def has_untold_loss(model: keras.Model) -> bool:
-    """Returns whether the mean that Keras reports as `loss` has no batch in it; Keras then reports 0.0.
+    """Returns whether no batch has updated the mean that Keras reports as `loss`. Keras then reports 0.0.
 
-    This happens if a user-defined step returns its loss without updating the metric.
+    This happens if a user-defined step returns its loss without updating the metric `loss`.
 
     Uses the private `Trainer._loss_tracker` of Keras 3.15.
     """
@@ -212,13 +221,13 @@ def has_untold_loss(model: keras.Model) -> bool:
 def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which Keras on torch does not sum metrics over ranks.
 
-    They cover the global batch already.
+    The metrics already cover the global batch.
 
-    Keras 3.15 does not know process groups. In Keras 3.16 (keras-team/keras #23316), the trainer for torch, the first
-    base of `keras.Model`, does. `get_metrics_result` sums all metric variables over the ranks, in training and
-    evaluation. `_initialize_ddp` wraps the model in DistributedDataParallel, also when a callback predicts. Both are
-    replaced in that class: `super()` in a model that overrides them finds the replacement. No public option changes
-    this.
+    Keras 3.15 does not use process groups. Keras 3.16 (keras-team/keras #23316) does, in the trainer for torch. There,
+    `get_metrics_result` sums all metric variables over the ranks, in training and evaluation. `_initialize_ddp` wraps
+    the model in DistributedDataParallel, even if a callback predicts. The context replaces both methods in the class of
+    the trainer, the first base of `keras.Model`. So `super()` in a model that overrides them finds the replacements. No
+    public option turns the sum off.
     """
     trainer = keras.Model.__mro__[1]
     values = {
@@ -230,9 +239,9 @@ def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
 
 
 def symbols_of(data: Any, num_rows: int) -> Any:
-    """Returns `KerasTensor`s for a structure of arrays, with the number of rows of the global batch.
+    """Returns `KerasTensor`s for a structure of arrays, with `num_rows` rows instead of the rows of the arrays.
 
-    A process may hold fewer rows.
+    `num_rows` is the number of rows of the global batch. The arrays of one process may have fewer rows.
     """
 
     def symbol(leaf: Any) -> Any:
@@ -247,13 +256,13 @@ def symbols_of(data: Any, num_rows: int) -> Any:
 def output_symbols(model: keras.Model, data: tuple[Any, Any, Any]) -> Any:
     """Returns `KerasTensor`s of a model's outputs; None if its user-defined `call` does not accept `KerasTensor`s.
 
-    Raises the errors of Keras for data whose shapes do not fit the model and its losses.
+    If the shapes of the data do not fit the model and its losses, the errors of Keras are raised.
 
-    Uses the private `keras.src.backend.compute_output_spec` of Keras 3.15, with which its trainer builds a model. The
-    public `keras.Model.compute_output_spec` does not check the losses.
+    Uses the private `keras.src.backend.compute_output_spec` of Keras 3.15, like Keras' trainer when it builds a model.
+    The public `keras.Model.compute_output_spec` does not check the losses.
 
     Args:
-        model: built and compiled.
+        model: a built and compiled model.
         data: `KerasTensor`s of inputs, targets and sample weights, with the rows of one batch.
     """
     inputs, targets, sample_weight = data
@@ -269,12 +278,13 @@ def output_symbols(model: keras.Model, data: tuple[Any, Any, Any]) -> Any:
 
 
 def targets_of_losses(model: keras.Model, targets: Any, outputs: Any) -> list[tuple[str, Any, Any, Any]]:
-    """Returns name, loss, targets and output for each loss of a compiled model; the name is "" with a single output.
+    """Returns a name, the loss, the targets and the output for each loss of a compiled model.
 
-    The list is empty if targets and outputs cannot be paired by their paths.
+    If the model has a single output, the name is empty. If targets and outputs cannot be paired by their paths, the
+    list is empty.
 
-    Uses the private `CompileLoss._flat_losses` of Keras 3.15, with `path`, `loss` and `name` of each; there is no
-    public API for it.
+    Uses the private `CompileLoss._flat_losses` of Keras 3.15, with `path`, `loss` and `name` of each loss. No public
+    API pairs losses with targets.
     """
     losses = getattr(model._compile_loss, "_flat_losses", None) or ()
     if isinstance(outputs, (list, tuple)) and isinstance(targets, dict):
@@ -294,11 +304,11 @@ def targets_of_losses(model: keras.Model, targets: Any, outputs: Any) -> list[tu
 
 
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
-    """Makes a callback that monitors a metric decide now whether lower values are better.
+    """Makes a callback that monitors a metric determine now whether lower values are better.
 
-    In Keras 3.15, EarlyStopping and similar callbacks call the private `_set_monitor_op` after their first epoch. It
-    flips the sign of `min_delta`. In a resumed run it would flip the restored, already flipped value. There is no
-    public API for it.
+    In Keras 3.15, EarlyStopping and similar callbacks call the private `_set_monitor_op` after their first epoch.
+    `_set_monitor_op` flips the sign of `min_delta`. In a resumed run, it would flip the sign of the restored value,
+    which is already flipped. No public API sets the direction.
     """
     if getattr(callback, "monitor_op", callback) is None:
         callback._set_monitor_op()
@@ -308,10 +318,11 @@ def losses_of_whole_batch(factor: float = 1.0) -> contextlib.AbstractContextMana
     """Returns a context in which Keras does not divide losses by the number of replicas of a `tf.distribute` strategy.
 
     In Keras 3.15, `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide losses that are a mean. They
-    do not divide sums and user-defined losses, so no later factor would be right for all losses. Both are wrapped once,
-    permanently. There is no public API for it.
+    do not divide sums and user-defined losses, so no later factor would be right for all losses. Both functions are
+    wrapped once, permanently. No public option turns the division off.
 
-    `factor`: multiplies the loss of each output before Keras adds it to the mean of that loss.
+    Args:
+        factor: multiplies the loss of each output, before Keras adds that loss to the output's mean loss.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         wrap_for_good(loss_module, name, functools.partial(_unless_whole_batch, name.startswith("unscale")))
@@ -329,12 +340,15 @@ STEPS = ("train_step", "test_step", "predict_step")
 
 
 def own_steps(model: keras.Model) -> set[str]:
-    """Returns which of `train_step`, `test_step` and `predict_step` the model's class overrides."""
+    """Returns the names of the steps that the model's class overrides: `train_step`, `test_step`, `predict_step`."""
     return {name for name in STEPS if getattr(type(model), name) is not getattr(keras.Model, name)}
 
 
 def portable_steps(model: keras.Model) -> set[str]:
-    """Returns which overridden steps take only the data; on jax, Keras' steps take the state as well."""
+    """Returns the names of the overridden steps that take only the data.
+
+    On jax, Keras' steps take the state as well.
+    """
     return {name for name in own_steps(model) if _takes_data_alone(getattr(type(model), name))}
 
 
@@ -345,9 +359,10 @@ def _takes_data_alone(function: Callable[..., Any]) -> bool:
 
 
 def as_keras_gives(data: Any) -> Any:
-    """Packs inputs, targets and sample weights as Keras passes them to a step, without those that are None.
+    """Packs inputs, targets and sample weights as Keras passes them to a step.
 
-    With floatx float64, it casts float32 data to float64. Keras' layers would cast their inputs themselves.
+    Targets and sample weights that are None are left out. If floatx is float64, float32 data are cast to float64.
+    Layers of Keras would cast their inputs themselves.
     """
     if keras.config.floatx() == "float64":
         data = keras.tree.map_structure(_as_float64, tuple(data))
@@ -361,12 +376,15 @@ def _as_float64(leaf: Any) -> Any:
 
 
 def has_call(model: keras.Model) -> bool:
-    """Returns whether a model defines `call`; a model with a custom `train_step` may not need it."""
+    """Returns whether a model defines `call`. A model with a custom `train_step` may not need `call`."""
     return type(model).call is not keras.Model.call
 
 
 class _LossesOfThread(threading.local):
-    """Stores a layer's losses, one list for each thread: TensorFlow traces replicas in threads, in turns."""
+    """Stores the losses of a layer, in a separate list for each thread.
+
+    TensorFlow traces replicas in threads, in turns.
+    """
 
     def __init__(self) -> None:
         self.own: list[Any] = []
@@ -379,8 +397,8 @@ class _LossesOfThread(threading.local):
 def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which each thread has a separate list of the losses that layers add.
 
-    In Keras 3.15, the losses are in `Layer._losses`, of which Keras uses `extend`, `clear` and a slice. There is no
-    public API for it.
+    In Keras 3.15, the losses are in `Layer._losses`. Keras uses `extend`, `clear` and a slice of `_losses`. No public
+    API separates the losses of threads.
     """
     return replaced_in_each((layer, {"_losses": _LossesOfThread()}) for layer in layers)
 
@@ -392,16 +410,18 @@ def hooked_steps(
     update_mean: Callable[..., Any],
     result: Callable[[Callable[[], Any]], Any],
 ) -> Iterator[None]:
-    """Replaces the optimizer and metric methods that a user-defined step calls, within the context.
+    """Replaces methods of optimizers and metrics that a user-defined step calls, within the context.
 
-    In Keras 3.15, user-defined steps call `Optimizer.apply` and metrics at any place, and Keras has no hook for this.
+    In Keras 3.15, user-defined steps call `Optimizer.apply` and metrics at any place, and Keras has no hook for these
+    calls.
 
     Args:
-        model: its steps are user-defined. `result` of its metrics is replaced, and its layers' losses are stored by
-            thread.
-        apply: replaces `apply` of all optimizers; gets the original method and its arguments.
-        update_mean: replaces `keras.metrics.Mean.update_state`; gets the original method and its arguments.
-        result: replaces `result` of metrics; gets the original method and its arguments.
+        model: a model with user-defined steps. The context replaces `result` of its metrics, and stores the losses of
+            its layers by thread.
+        apply: the replacement of `apply` of all optimizers. It gets the original method and the arguments.
+        update_mean: the replacement of `keras.metrics.Mean.update_state`. It gets the original method and the
+            arguments.
+        result: the replacement of `result` of metrics. It gets the original method and the arguments.
     """
     with (
         wrapped_apply(apply),
@@ -414,11 +434,11 @@ def hooked_steps(
 
 @contextlib.contextmanager
 def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
-    """Restores the attributes of a model that are numbers, strings or bools, at the end of the context.
+    """Restores attributes of a model at the end of the context, if they are numbers, strings or bools.
 
-    For a trial run of a user-defined step, which may count its calls in an attribute. Attributes of the class are not
-    restored. The attributes are set without Keras, which would track them. Keras 3.15 cannot copy a model together with
-    its state.
+    The context is for a trial run of a user-defined step, which may count its calls in an attribute. Attributes of the
+    class are not restored. The attributes are set with `object.__setattr__`, because Keras would track them. Keras 3.15
+    cannot copy a model together with its state.
     """
 
     def plain() -> dict[str, Any]:
@@ -435,11 +455,11 @@ def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
 
 
 def numbers_of_mirrored_variables() -> None:
-    """Makes `float` and `int` work for Keras variables of several replicas, and allows bool variables in metrics.
+    """Makes `float` and `int` work for variables on several TensorFlow replicas, and allows bool variables in metrics.
 
-    In Keras 3.15, `float` and `int` convert TensorFlow's mirrored variable, which fails. `Variable.__float__` and
-    `__int__` are wrapped once, permanently, because there is no hook. So is `Metric.add_variable`: its variables are
-    read as the sum over the replicas, and TensorFlow (2.21) cannot sum bools.
+    In Keras 3.15, `float` and `int` try to convert TensorFlow's mirrored variable, which fails. `Variable.__float__`
+    and `__int__` are wrapped once, permanently, because there is no hook. `Metric.add_variable` is wrapped as well:
+    Keras reads the variables of metrics as sums over the replicas, and TensorFlow (2.21) cannot sum bools.
     """
     wrap_for_good(keras.metrics.Metric, "add_variable", _without_sum_of_bools)
     for name, kind in (("__float__", float), ("__int__", int)):
@@ -463,10 +483,10 @@ Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 
 @contextlib.contextmanager
 def reducing_losses(reduce: Reduce) -> Iterator[None]:
-    """Returns a context in which `reduce` is called instead of each loss; losses that `reduce` calls run normally.
+    """Returns a context in which `reduce` computes each loss of `compile`.
 
-    In Keras 3.15, `CompileLoss` pairs the losses with targets and outputs, and calls them. It has no hook, so the
-    public `Loss.__call__` is wrapped once, permanently.
+    Losses that `reduce` calls run normally. In Keras 3.15, `CompileLoss` pairs the losses with targets and outputs, and
+    calls the losses. `CompileLoss` has no hook, so the public `Loss.__call__` is wrapped once, permanently.
     """
     wrap_for_good(keras.losses.Loss, "__call__", _reduced)
     try:
@@ -488,10 +508,10 @@ def _reduced(call: Callable[..., Any], loss: keras.losses.Loss, y_true: Any, y_p
 
 
 def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    """Returns the variables of `compile` in two lists: for the losses of single outputs, and for its metrics.
+    """Returns two lists of the variables of `compile`: for the losses of single outputs, and for the metrics.
 
     Uses the private `Trainer._compile_loss` and `_compile_metrics` of Keras 3.15. The public `model.metrics` walks
-    through all layers, and does not show where a metric is from.
+    through all layers, and does not show whether a metric comes from `compile`.
     """
     return _variables(model._compile_loss), _variables(model._compile_metrics)
 
@@ -504,33 +524,37 @@ def _variables(compiled: Any) -> list[keras.Variable]:
 def update_compiled_metrics(model: keras.Model, targets: Any, outputs: Any, sample_weight: Any) -> None:
     """Updates the metrics of `compile` with a batch.
 
-    Uses the private `Trainer._compile_metrics` of Keras 3.15. The public `compute_metrics` also computes all results.
+    Uses the private `Trainer._compile_metrics` of Keras 3.15. The public `compute_metrics` also computes the results of
+    all metrics.
     """
     if model._compile_metrics is not None:
         model._compile_metrics.update_state(targets, outputs, sample_weight)
 
 
 def metric_function(metric: keras.metrics.Metric) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """Returns the function whose mean a metric reports, and its arguments; (None, {}) for other metrics.
+    """Returns the function whose mean a metric reports, and the arguments of that function.
 
-    Uses the private `MeanMetricWrapper._fn` and `_fn_kwargs` of Keras 3.15. The public `get_config` has them in
+    For other metrics, the result is (None, {}).
+
+    Uses the private `MeanMetricWrapper._fn` and `_fn_kwargs` of Keras 3.15. The public `get_config` has both in
     serialized form.
     """
     return getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
 
 
 def is_metric_of_keras(function: Callable[..., Any]) -> bool:
-    """Returns whether a function belongs to a metric of Keras, which computes one value for each row.
+    """Returns whether a function belongs to a metric of Keras. Such a function computes one value for each row.
 
-    In Keras 3.15 these are in `keras.src.metrics`, such as `sparse_categorical_accuracy`. The public module has only
-    classes.
+    In Keras 3.15 these functions are in `keras.src.metrics`, for example `sparse_categorical_accuracy`. The public
+    module has only classes.
     """
     return function.__module__.startswith("keras.src.metrics.")
 
 
 def of_same_rank(values: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Adds or removes the last axis of loss values or weights, as Keras does, so that their ranks match.
+    """Makes the ranks of loss values and sample weights equal, by adding or removing the last axis, as Keras does.
 
-    Uses the private `squeeze_or_expand_to_same_rank` of Keras 3.15, which `reduce_weighted_values` calls first.
+    Uses the private `squeeze_or_expand_to_same_rank` of Keras 3.15. `reduce_weighted_values` calls the same function
+    first.
     """
     return loss_module.squeeze_or_expand_to_same_rank(values, sample_weight)

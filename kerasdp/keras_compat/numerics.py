@@ -1,6 +1,7 @@
 """Patches Keras functions whose results differ between backends, so that all backends compute the same.
 
-Crossentropies are the same function of their arguments on all backends, and need no more memory than necessary.
+The patched crossentropies depend only on the values of their arguments. They also need less memory than the
+crossentropies of Keras.
 """
 
 import contextlib
@@ -23,11 +24,11 @@ from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
 
 
 def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which functions of the current backend compute the same losses and gradients as elsewhere.
+    """Returns a context in which the current backend computes the same losses and gradients as the other backends.
 
-    In Keras 3.15, these functions are in `keras.src.backend.nn` and `.numpy` (3.16: `keras.src.backend.ops.nn`). The
-    public `keras.ops`, losses, metrics and layers call them. No public option changes them. In all other cases, the
-    replacements return the values of the originals.
+    In Keras 3.15, the patched functions are in `keras.src.backend.nn` and `.numpy` (3.16: `keras.src.backend.ops.nn`).
+    The public `keras.ops`, losses, metrics and layers call these functions. No public option changes these functions.
+    Where backends already agree, a replacement returns the value of the original function.
 
     Raises:
         UserError: if this version of Keras has the functions in other modules.
@@ -49,8 +50,8 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
 def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None) -> None:
     """Restores the trained weights after a prediction with averaged weights.
 
-    Keras 3.15 checks the opposite condition (`if not self._ema_weights_in_model`), so training continues from the
-    averages.
+    Keras 3.15 checks the opposite condition (`if not self._ema_weights_in_model`). So it does not restore the weights,
+    and training continues from the averages.
     """
     original(callback, logs)
     if callback._ema_weights_in_model:
@@ -64,14 +65,17 @@ _GONE = ("amax", "amin")
 def _functions(module: str, name: str) -> Any:
     """Returns the backend module in which Keras looks up a function.
 
-    Keras 3.16 has these modules in `backend.ops` (keras-team/keras #23642); there, `backend.numpy` is the NumPy
+    Keras 3.16 has these modules in `backend.ops` (keras-team/keras #23642). There, `backend.numpy` is the NumPy
     backend.
+
+    Raises:
+        UserError: if the backend does not have the function in this module.
     """
     found: Any = getattr(getattr(backend, "ops", backend), module, None)
     kind = keras.backend.backend()
     if not hasattr(found, name) or not found.__name__.startswith(f"keras.src.backend.{kind}."):
         raise UserError(
-            f"kerasdp needs Keras 3.15 or 3.16. Received: {keras.__version__}, without {kind}.{module}.{name}"
+            f"expected Keras 3.15 or 3.16. Received: {keras.__version__}, without {kind}.{module}.{name}; install 3.15"
         )
     return found
 
@@ -80,16 +84,17 @@ def _zeros_where_all_is_masked(
     original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None,
     scale: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Computes attention that returns zeros for a query whose keys are all masked, as `keras.layers.Softmax` does.
+    """Computes attention that returns zeros for a query whose keys are all masked.
 
-    Keras has two code paths. With dropout it uses `Softmax`; KerasHub (0.32) uses that path on TensorFlow only. On the
-    other path, such a query gets the mean of all values.
+    Keras has two code paths for attention. With dropout, Keras uses `keras.layers.Softmax`, which returns zeros for a
+    fully masked query. (KerasHub (0.32) uses this path on TensorFlow only.) The other path returns the mean of all
+    values for a fully masked query.
 
-    On torch, Keras adds a large negative number to masked logits. The fused kernels (2.13) then compute wrong gradients
-    for such a query: they store the logarithm of the sum of exponentials, in which only that number survives rounding.
-    So here such a query is not masked at all, and its output is replaced by zeros.
+    On torch, Keras adds a large negative number to masked logits. For a fully masked query, the fused kernels (2.13)
+    then compute wrong gradients: they store the logarithm of the sum of exponentials, in which only that number
+    survives rounding. So this function does not mask such a query, and replaces the output of the query by zeros.
     """
-    # Without a scale, Keras on TensorFlow computes it in float32.
+    # Keras on TensorFlow would compute a missing scale in float32.
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     given = query, key, value
     compute = functools.partial(_by_heads if _is_by_heads(*given, options) else original, *given)
@@ -109,10 +114,10 @@ def _causal_mask(query: Any, key: Any) -> Any:
 
 
 def _is_by_heads(query: Any, key: Any, value: Any, options: dict[str, Any]) -> bool:
-    """Returns whether `_by_heads` computes the attention.
+    """Returns whether `_by_heads` computes the attention, instead of Keras.
 
-    On jax it does so in float64: `jax.nn` (0.10) always computes the softmax in float32. On TensorFlow it does so
-    because einsum (2.21) takes twice as long as transposes and matrix products.
+    On jax, `_by_heads` is used for float64, because `jax.nn` (0.10) always computes the softmax in float32. On
+    TensorFlow, it is used because einsum (2.21) takes twice as long as transposes and matrix products.
     """
     if keras.backend.backend() != "tensorflow":
         return keras.backend.backend() == "jax" and images.is_float64(query)
@@ -123,7 +128,10 @@ def _is_by_heads(query: Any, key: Any, value: Any, options: dict[str, Any]) -> b
 def _by_heads(
     query: Any, key: Any, value: Any, bias: Any, mask: Any, scale: Any, is_causal: bool = False, **_: Any
 ) -> Any:
-    """Computes attention with one matrix product for each sample and head; the softmax is never in half precision."""
+    """Computes attention with one matrix product for each sample and head.
+
+    The softmax is computed in float32 or float64, never in half precision.
+    """
     dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
     wide = keras.backend.result_type(dtype, "float32")
     groups = query.shape[2] // key.shape[2]
@@ -143,10 +151,10 @@ def _by_heads(
 
 
 def channels_last_by_strides(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Computes a convolution of channels-last inputs without copying them.
+    """Computes a convolution of channels-last inputs on torch without copying the inputs.
 
-    Keras (3.15) on torch copies them into channels-first memory, and back before the convolution (keras-team/keras
-    #23279, fixed later). In torch the two layouts differ only in their strides.
+    Keras (3.15) copies the inputs into channels-first memory, and back before the convolution (keras-team/keras #23279,
+    fixed later). In torch the two layouts differ only in their strides, so no copy is needed.
     """
     given = _signature(original).bind(*args, **options)
     inputs = ops.convert_to_tensor(given.arguments["inputs"])
@@ -167,9 +175,9 @@ _signature = functools.cache(inspect.signature)
 
 
 def _absolute(original: Callable[..., Any], x: Any) -> Any:
-    """Returns absolute values whose gradient at exactly 0 is 0; jax (0.10) has 1.
+    """Returns absolute values with a gradient of 0 at exactly 0; on jax (0.10) the gradient at 0 is 1.
 
-    This matters for an L1 penalty of a bias, which starts at 0.
+    The gradient at 0 matters for an L1 penalty of a bias, because biases start at 0.
     """
     x = ops.convert_to_tensor(x)
     return ops.sign(x) * x if _is_float(x) else original(x)
@@ -180,20 +188,20 @@ def _is_float(x: Any) -> bool:
 
 
 def _leaky_relu(_: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> Any:
-    """Computes a leaky ReLU whose slope at exactly 0 is `negative_slope`; jax (0.10) has 1 there.
+    """Computes a leaky ReLU with the slope `negative_slope` at exactly 0; on jax (0.10) the slope at 0 is 1.
 
-    Exact zeros are common: a convolution of a black border, with a bias of 0. TensorFlow (2.21) rounds the slope to
-    float32.
+    Exact zeros are common, for example in a convolution of a black border with a bias of 0. TensorFlow (2.21) rounds
+    the slope to float32.
     """
     x = ops.convert_to_tensor(x)
     return ops.where(x > 0, x, negative_slope * x)
 
 
 def _first_largest(original: Callable[..., Any], x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    """Returns the index of the first maximum with TensorFlow's `argmax`, as accuracies need it.
+    """Returns the index of the first maximum with TensorFlow's `argmax`, for accuracy metrics.
 
-    Keras (3.15) first makes -0.0 less than 0.0. Its test of the sign compares int32 values, for which TensorFlow (2.21)
-    has no kernel on GPUs. So the logits would go through the host in each step.
+    Keras (3.15) first changes the values so that -0.0 is less than 0.0. For this, Keras compares int32 values, and
+    TensorFlow (2.21) has no GPU kernel for the comparison. So each step would copy the logits to the host.
     """
     if axis is None or keepdims:
         return original(x, axis=axis, keepdims=keepdims)
@@ -213,11 +221,11 @@ def _exact_gelu(original: Callable[..., Any], x: Any, approximate: bool = True) 
 
 
 def of_values(original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, **axis: Any) -> Any:
-    """Computes a crossentropy from the values of `output` alone.
+    """Computes a crossentropy from the values of `output` alone, on TensorFlow.
 
-    On TensorFlow, Keras checks whether `output` comes from a softmax or sigmoid. If so, it uses the logits before it,
-    even with `from_logits=True`. On other backends it clips the probabilities, and clipped probabilities have a
-    gradient of 0.
+    Keras on TensorFlow checks whether `output` comes from a softmax or sigmoid. If so, Keras uses the logits before the
+    softmax or sigmoid, even with `from_logits=True`. On other backends, Keras clips the probabilities, and clipped
+    probabilities have a gradient of 0.
     """
     return original(target, ops.copy(output), from_logits=from_logits, **axis)
 
@@ -225,10 +233,10 @@ def of_values(original: Callable[..., Any], target: Any, output: Any, from_logit
 def sparse_of_values(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    """Computes a sparse categorical crossentropy from the values of `output` alone.
+    """Computes a sparse categorical crossentropy from the values of `output` alone, on TensorFlow.
 
-    On TensorFlow, Keras clips probabilities and then normalizes them. Other backends normalize first. The gradients
-    differ where the probability of the class is clipped.
+    Keras on TensorFlow clips probabilities and then normalizes them. On other backends, Keras normalizes first. The
+    gradients differ if the probability of the target class is clipped.
     """
     output = ops.copy(output)
     if from_logits or axis not in (-1, len(output.shape) - 1):  # Keras raises for such an axis
@@ -244,10 +252,10 @@ def sparse_of_values(
 def sparse_of_rows(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    """Computes a sparse categorical crossentropy with one row for each pixel or token.
+    """Computes a sparse categorical crossentropy on torch, with one row for each pixel or token.
 
-    On torch, Keras moves the class axis to the second place. For probabilities the gradient then fails (2.13, CPU:
-    "grad_input must be contiguous"). Logits are copied into another order.
+    Keras on torch moves the class axis to the second place. For probabilities, the gradient then fails (2.13, CPU:
+    "grad_input must be contiguous"). Logits are copied into another memory order.
     """
     rank, shape = len(output.shape), tuple(output.shape[:-1])
     if rank < 3 or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
@@ -259,10 +267,10 @@ def sparse_of_rows(
 def sparse_by_place(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    """Computes a sparse categorical crossentropy that looks up the logit of the target class.
+    """Computes a sparse categorical crossentropy on JAX by looking up the logit of the target class.
 
-    On JAX, Keras multiplies all log-probabilities by one-hot targets. With a large vocabulary this takes time and
-    memory.
+    Keras on JAX multiplies all log-probabilities by one-hot targets. With a large vocabulary, this product takes time
+    and memory.
     """
     rank, shape = len(output.shape), tuple(output.shape[:-1])
     if not from_logits or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
@@ -274,12 +282,12 @@ def sparse_by_place(
 def _with_a_gradient(
     original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any
 ) -> Any:
-    """Returns the maximum, and never loses its gradient.
+    """Returns the maximum, with a gradient that is never lost to rounding.
 
-    jax (0.10) passes the gradient to the values that equal the maximum. XLA may recompute these values for it, in a
-    loop that rounds less. Then no value may equal the maximum: this happened for `x - mean(x)` after a convolution
-    (docs/contributing/framework-pitfalls.md). So the index of the maximum gets the gradient. Only if several values
-    equal the maximum do they share it.
+    jax (0.10) passes the gradient to the values that equal the maximum. XLA may recompute these values for the
+    gradient, in a loop that rounds less. Then no value may equal the maximum. This happened for `x - mean(x)` after a
+    convolution (docs/contributing/framework-pitfalls.md). So in this function, the value at the index of the maximum
+    gets the gradient. If several values equal the maximum, they share the gradient.
     """
     x = ops.convert_to_tensor(x)
     if options.get("initial") is not None or not _is_float(x):
@@ -305,7 +313,7 @@ def _with_a_gradient(
 
 
 def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
-    """Returns the minimum, with the gradient of `_with_a_gradient`."""
+    """Returns the minimum, with a gradient that is never lost to rounding: see `_with_a_gradient`."""
     x = ops.convert_to_tensor(x)
     if options.get("initial") is not None or not _is_float(x):
         return original(x, axis=axis, keepdims=keepdims, **options)
@@ -315,22 +323,22 @@ def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: boo
 def _rows_of_table(
     original: Callable[..., Any], x: Any, indices: Any, axis: Any = None, *, rows_by: str | None = None
 ) -> Any:
-    """Takes rows of a variable in the variable's type, and casts only these rows if a layer computes in another type.
+    """Takes rows of a variable in the variable's dtype, and casts only these rows to the dtype of the layer.
 
-    Keras (3.15) casts the whole table. Then the gradient is summed in half precision, token by token, on torch (2.13;
-    not compiled) and jax (0.10): in bfloat16, the sum of a thousand ones is 256. A GPU has no atomic addition of
-    half-precision values, so tokens wait for each other. BERT has two segments. With 4,096 tokens of 512 values, this
-    took 27 of the 28 ms of a step on an H100 (jaxlib 0.11.2).
+    Keras (3.15) casts the whole table. Then torch (2.13; not compiled) and jax (0.10) sum the gradient in half
+    precision, token by token. In bfloat16, the sum of a thousand ones is 256. A GPU has no atomic addition of
+    half-precision values, so tokens wait for each other. With the two segments of BERT and 4,096 tokens of 512 values,
+    this sum took 27 of the 28 ms of a step on an H100 (jaxlib 0.11.2).
 
     Args:
         original: the backend's function.
         x: the table.
         indices: the indices of the rows.
         axis: the axis of the rows.
-        rows_by: the integer type of the indices in the gradient; None: no conversion. TensorFlow (2.21) has no GPU
-            kernel that flattens int32, and would do it on the host. XLA (jaxlib 0.10.2) ends the process when it splits
-            a table with int64 indices ("Check failed: ShapeUtil::IsScalarWithElementType"). jax has int64 only where
-            64-bit types are enabled.
+        rows_by: the integer dtype of the indices in the gradient; None: the dtype of `indices`. TensorFlow (2.21) has
+            no GPU kernel that flattens int32, and would flatten int32 indices on the host. XLA (jaxlib 0.10.2) ends the
+            process when it splits a table with int64 indices ("Check failed: ShapeUtil::IsScalarWithElementType"). jax
+            has int64 only if 64-bit types are enabled.
     """
     if rows_by and ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) in ("int32", "int64"):
         indices = ops.cast(indices, rows_by)
@@ -342,11 +350,11 @@ def _rows_of_table(
 
 
 def _as_one_product(original: Callable[..., Any], subscripts: str, *operands: Any, **options: Any) -> Any:
-    """Computes an einsum of inputs and a kernel as one matrix product; other einsums go to `original`.
+    """Computes an einsum of inputs and a kernel as one matrix product. Other einsums go to `original`.
 
-    `EinsumDense` and `MultiHeadAttention` have such einsums. On TensorFlow, Keras (3.15) multiplies the rows of each
-    sample by the kernel separately. Then TensorFlow (2.21) computes the kernel's gradient once for each sample, stores
-    all of them, and sums them.
+    `EinsumDense` and `MultiHeadAttention` compute such einsums. Keras (3.15) on TensorFlow multiplies the rows of each
+    sample by the kernel separately. Then TensorFlow (2.21) computes one gradient of the kernel for each sample, stores
+    all of these gradients, and sums them.
     """
     number = 0 if len(operands) != 2 or options else _contracted(subscripts.replace(" ", ""))
     if not number:
@@ -364,7 +372,8 @@ def _as_one_product(original: Callable[..., Any], subscripts: str, *operands: An
 def _contracted(equation: str) -> int:
     """Returns the number of axes that an einsum of inputs and a kernel sums over: 1 for `"abc,cde->abde"`.
 
-    These axes must be the last of the inputs and the first of the kernel. Returns 0 for any other equation.
+    These axes must be the last axes of the inputs and the first axes of the kernel. For any other equation, the result
+    is 0.
     """
     found = re.fullmatch(r"(\.{3}\w*|\w+)(\w+),\2(\w*)->\1\3", equation)
     letters = "".join(found.groups()).replace(".", "") if found else ""
@@ -372,10 +381,10 @@ def _contracted(equation: str) -> int:
 
 
 def _by_groups(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
-    """Computes a `GroupNormalization` on torch with PyTorch's `group_norm`.
+    """Computes `GroupNormalization` on torch with PyTorch's `group_norm`.
 
-    Keras makes about ten passes over the inputs, and Inductor (2.13) compiles them to strided loops. A small U-Net took
-    1.3 times as long as the same network in PyTorch.
+    Keras makes about ten passes over the inputs, and Inductor (2.13) compiles these passes to strided loops. With
+    Keras' code, a small U-Net took 1.3 times as long as the same network in PyTorch.
     """
     axis, kind = layer.axis % len(inputs.shape), keras.backend.result_type(inputs.dtype, "float32")
     if type(layer) is not keras.layers.GroupNormalization or axis == 0 or len(inputs.shape) < 3:
@@ -395,11 +404,11 @@ def _without_padding(
     original: Callable[..., Any], inputs: Any, pool_size: Any, strides: Any = None, padding: str = "valid",
     data_format: str | None = None,
 ) -> Any:  # fmt: skip
-    """Computes average pooling in which padding does not count.
+    """Computes average pooling on torch without counting the padding.
 
-    With `"same"`, more padding may be needed on one side than on the other. Then Keras repeats the border values and
-    counts them twice. For 0 to 15 in four rows, a 3 x 3 window and strides of 2, Keras 3.15 returns 6.67 instead of
-    6.5.
+    With `padding="same"`, one side may need more padding than the other side. Then Keras repeats the border values and
+    counts them twice. For the values 0 to 15 in four rows, a 3 x 3 window and strides of 2, Keras 3.15 returns 6.67
+    instead of 6.5.
     """
     inputs = ops.convert_to_tensor(inputs)
     rank = len(inputs.shape) - 2
@@ -425,10 +434,10 @@ def _without_padding(
 def _mirrored(
     original: Callable[..., Any], x: Any, pad_width: Sequence[Sequence[int]], mode: str = "constant", **values: Any
 ) -> Any:
-    """Pads an array; with `"symmetric"`, by its values mirrored at the border.
+    """Pads an array on torch. With `"symmetric"`, the padding is the array's values mirrored at the border.
 
-    With `"symmetric"`, Keras repeats the border value, which is correct only for a width of 1. It also applies a single
-    width for all axes to the last axis only.
+    With `"symmetric"`, Keras repeats the border value, which is correct only for a width of 1. If a single width is
+    given for all axes, Keras pads only the last axis.
     """
     x = ops.convert_to_tensor(x)
     pad_width = np.broadcast_to(pad_width, (len(x.shape), 2)).tolist()
@@ -444,11 +453,11 @@ def _mirrored(
 def _inputs_first(
     original: Callable[..., Any], layer: Any, sequences: Any, initial_state: Any, mask: Any, training: bool = False
 ) -> Any:
-    """Runs `RNN.inner_loop`; an LSTM without dropout multiplies all inputs by the kernel before the loop.
+    """Runs `RNN.inner_loop`. For an LSTM without dropout, multiplies all inputs by the kernel before the loop.
 
-    Keras (3.15) computes that product within the loop, once for each time step. On jax the kernel's gradient is then
-    also summed over the devices at each time step. For a bidirectional LSTM, two devices sent 34.7 MB a step instead of
-    18.3 MB, and took 1.2 times as long.
+    Keras (3.15) computes this product within the loop, once for each time step. On jax, the gradient of the kernel is
+    then also summed over the devices at each time step. For a bidirectional LSTM, two devices sent 34.7 MB a step
+    instead of 18.3 MB, and a step took 1.2 times as long.
     """
     cell = layer.cell
     # With implementation 2, the cell computes all gates by one product.

@@ -1,4 +1,4 @@
-"""Records each call of `keras.ops`, and of backend functions that layers call directly, with its values."""
+"""Records each call of `keras.ops`, and of backend functions that layers call directly, with its arrays."""
 
 import contextlib
 import dataclasses
@@ -30,13 +30,16 @@ LAYER = "layer"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """Records one call of an operation, or the output of a layer.
+    """Records one call of an operation, or the output of one layer.
 
     Args:
-        function: `"keras.ops.tanh"`, or a backend's function, `"keras.src.backend.nn.tanh"`; `"layer"` for a layer.
-        layer: the class and the name of the layer whose code makes the call, or the class of a loss. Empty: none.
-        site: file, line and function of the call.
-        arguments: a list and a dictionary, in which `Array(number)` stands for an array.
+        function: the path of an operation, such as `"keras.ops.tanh"`, or of a backend's function, such as
+            `"keras.src.backend.nn.tanh"`. `"layer"` for the output of a layer.
+        layer: the class and the name of the layer whose code makes the call, or the class of a loss or metric. Empty
+            for a call by other code.
+        site: the file, the line and the function that make the call.
+        arguments: a list and a dictionary, in which `Array(number)` replaces each array. None for the output of a
+            layer.
         inputs: the arrays among the arguments.
         outputs: the arrays that the call returned.
     """
@@ -50,7 +53,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Returns the name of the function without its module, or the name of the layer."""
+        """Returns the name of the function without its module, or the name of the layer for a layer's output."""
         return self.layer if self.function == LAYER else self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
@@ -62,17 +65,18 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Replaces an array in the recorded arguments of a call; `number` is its index in `Call.inputs`."""
+    """Replaces an array in the recorded arguments of a call; `number` is the index of the array in `Call.inputs`."""
 
     number: int
 
 
 @contextlib.contextmanager
 def telling(tell: Callable[[Call], None]) -> Iterator[None]:
-    """Calls `tell` with a `Call` after each operation in this context; operations within operations are left out.
+    """Calls `tell` with a `Call` after each operation, and after each call of a layer, within the context.
 
-    It also reports the output of each layer, after the operations within the layer. Calls without values are left out:
-    operations that get a function (`keras.ops.scan`), and calls that a framework traces.
+    Operations inside other operations are left out. The output of a layer comes after the operations inside that layer.
+    Calls without values are also left out: operations with a function as an argument (`keras.ops.scan`), and calls that
+    a framework traces.
     """
     busy = False
 
@@ -106,7 +110,12 @@ def telling(tell: Callable[[Call], None]) -> Iterator[None]:
 
 
 def call_again(call: Call, arrays: list[Any]) -> list[Any]:
-    """Repeats a recorded call with other arrays or tensors, and returns its output tensors."""
+    """Repeats a recorded call with other arrays or tensors, and returns the output tensors.
+
+    Args:
+        call: the recorded call.
+        arrays: the new arrays or tensors, in the order of `call.inputs`.
+    """
 
     def filled(value: Any) -> Any:
         if isinstance(value, Array):
@@ -122,14 +131,17 @@ def call_again(call: Call, arrays: list[Any]) -> list[Any]:
 
 
 def aligned(calls: list[Call], others: list[Call]) -> Iterator[tuple[Call, Call]]:
-    """Yields pairs of the calls that two recorded passes share: within some layers, backends call other operations."""
+    """Yields pairs of matching calls of two recorded passes, and skips calls that only one pass has.
+
+    Some calls do not match, because within some layers the backends call different operations.
+    """
     keys: list[list[Any]] = [[(call.layer, call.site, call.name) for call in each] for each in (calls, others)]
     for first, second, length in difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
         yield from zip(calls[first : first + length], others[second : second + length])
 
 
 def _operations() -> Iterator[tuple[str, Any, str]]:
-    """Yields the path of each operation, a module that has it, and its name in that module."""
+    """Yields the path of each operation, a module that holds the operation, and its name in that module."""
     names = [
         name
         for name, value in vars(keras.ops).items()
@@ -163,7 +175,10 @@ def _call(function: str, args: Any, kwargs: Any, result: Any) -> Call | None:
 
 
 def _described(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns arguments in which `Array` replaces each tensor; the tensors are appended to `arrays`."""
+    """Returns arguments in which an `Array` replaces each tensor.
+
+    The tensors are appended to `arrays` as NumPy arrays.
+    """
     if isinstance(value, (np.ndarray, keras.Variable)) or keras.ops.is_tensor(value):
         arrays.append(_array(value))
         return Array(len(arrays) - 1)
@@ -185,7 +200,7 @@ def _tensors(result: Any) -> list[Any]:
 
 
 def _place() -> tuple[str, str]:
-    """Returns the layer (or loss) whose code is running, and the place where it calls an operation."""
+    """Returns the layer, loss or metric whose code is running, and the place where that code calls an operation."""
     site = ""
     frame: Any = sys._getframe(1)
     while frame is not None:

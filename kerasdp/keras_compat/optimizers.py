@@ -1,4 +1,4 @@
-"""Reads and changes the variables of Keras optimizers, and how they apply gradients."""
+"""Reads and changes the variables of Keras optimizers, and the way in which optimizers apply gradients."""
 
 import contextlib
 import functools
@@ -14,43 +14,44 @@ from kerasdp.keras_compat.patches import in_place_of, replaced, replaced_in_each
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Returns the optimizer that a `LossScaleOptimizer` wraps; any other optimizer (or None) unchanged."""
+    """Returns the optimizer that a `LossScaleOptimizer` wraps. Any other optimizer, or None, is returned unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def learning_rate_schedule(optimizer: Any) -> keras.optimizers.schedules.LearningRateSchedule | None:
     """Returns the schedule of an optimizer's learning rate; None for a fixed rate.
 
-    Uses the private `Optimizer._learning_rate` of Keras 3.15. The public `learning_rate` is the current value.
-    `get_config` serializes the schedule, for which Keras imports TensorFlow if it is installed.
+    Uses the private `Optimizer._learning_rate` of Keras 3.15. The public `learning_rate` is the current value of the
+    schedule. `get_config` serializes the schedule, and for that Keras imports TensorFlow if it is installed.
     """
     rate = optimizer._learning_rate
     return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
 def weights_of_optimizer(optimizer: Any) -> list[Any]:
-    """Returns the weights for which an optimizer was built, in its order.
+    """Returns the weights for which an optimizer was built, in the order of the optimizer.
 
-    Uses the private `Optimizer._trainable_variables` of Keras 3.15; there is no public API for it.
+    Uses the private `Optimizer._trainable_variables` of Keras 3.15. No public API lists these weights.
     """
     return list(inner_optimizer(optimizer)._trainable_variables)
 
 
 def weights_unknown_to(optimizer: Any, weights: list[Any]) -> list[Any]:
-    """Returns the weights for which an optimizer was not built.
+    """Returns the weights in a list for which an optimizer was not built.
 
-    In Keras 3.15, the public `apply` raises for such a weight, but after the work of a step, and prints all values of
-    the weight.
+    The public `apply` of Keras 3.15 also raises an error for such a weight, but only after the work of a step. The
+    message contains all values of the weight.
     """
     known = {id(weight) for weight in weights_of_optimizer(optimizer)}
     return [weight for weight in weights if id(weight) not in known]
 
 
 def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Variable]:
-    """Returns the variables that an optimizer keeps for single weights, by their kind and the index of the weight.
+    """Returns an optimizer's variables for single weights (such as momentums), by kind and index of the weight.
 
-    In Keras 3.15, an optimizer keeps them in lists, in its attributes, in the order of the weights. The public
-    `variables` is one flat list, whose order differs from optimizer to optimizer.
+    In Keras 3.15, an attribute of the optimizer holds a list with one variable for each weight, in the order of the
+    weights. The kind is the name of that attribute. The public `variables` is one flat list, whose order differs
+    between optimizers.
     """
     return {
         (name, place): variable
@@ -65,8 +66,8 @@ def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Va
 def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
     """Returns the kind and the weight of each optimizer variable that belongs to a weight, by `id` of the variable.
 
-    A user-defined optimizer may not store its variables in lists. `add_variable_from_reference` names them by the path
-    of the weight, so they are found by their names.
+    A user-defined optimizer may not store its variables in lists. Then this function finds the weight by name:
+    `add_variable_from_reference` puts the path of the weight into the name of the variable.
     """
     weights = weights_of_optimizer(optimizer)
     slots = {
@@ -89,15 +90,19 @@ def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
 
 
 def global_clipnorm(optimizer: Any) -> float | None:
-    """Returns the norm to which an optimizer clips all gradients together, also if replicas hold shards of them."""
+    """Returns the norm to which an optimizer clips all gradients together; None if the optimizer does not do so.
+
+    The norm is for the full gradients, also if replicas hold shards of gradients.
+    """
     return inner_optimizer(optimizer).global_clipnorm
 
 
 def updating_some(optimizer: Any, weights: list[Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which an optimizer updates the weights of one pipeline stage, with gradients clipped before.
+    """Returns a context in which an optimizer updates the weights of one pipeline stage.
 
-    In Keras 3.15, on torch, weight decay fails if no weight of the call decays. `Optimizer._use_weight_decay` shows
-    which weights decay; there is no public API for it.
+    The gradients must be clipped before, because the context turns off `global_clipnorm`. In Keras 3.15 on torch,
+    weight decay fails if no weight of the call decays. In that case, the context also turns off weight decay.
+    `Optimizer._use_weight_decay` shows which weights decay. No public API shows this.
     """
     inner = inner_optimizer(optimizer)
     decays = inner.weight_decay is not None and any(inner._use_weight_decay(weight) for weight in weights)
@@ -109,14 +114,16 @@ def updating_parts(
 ) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which an optimizer updates shards of weights, and clips by the norms of full gradients.
 
-    In Keras 3.15, `_clip_gradients` and `LossScaleOptimizer.check_finite` see only the shards of this process, so both
-    are replaced. The formulas are from `_clip_by_norm` and `clip_by_global_norm`. There is no public API for it.
+    In Keras 3.15, `_clip_gradients` and `LossScaleOptimizer.check_finite` see only the shards of this process, so the
+    context replaces both. The formulas come from `_clip_by_norm` and `clip_by_global_norm`. No public API replaces
+    them.
 
     Args:
-        optimizer: built.
-        is_cut: returns whether a weight is sharded.
-        counts_wholes: whether this process is the one that adds the gradients that all processes hold.
-        add_up: sums a tensor over the processes.
+        optimizer: a built optimizer.
+        is_cut: a function that returns whether a weight is sharded.
+        counts_wholes: whether this process adds the squares of unsharded gradients. All processes hold these gradients,
+            so only one process may add them.
+        add_up: a function that sums a tensor over the processes.
     """
     inner = inner_optimizer(optimizer)
 
@@ -133,7 +140,7 @@ def updating_parts(
             norms = ops.sqrt(sums)
             return [gradient * limit / ops.maximum(norms[place], limit) for place, gradient in enumerate(gradients)]
         norm = ops.sqrt(ops.sum(sums))
-        scale = limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN of what is not finite
+        scale = limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN if the norm is not finite
         return [gradient * scale for gradient in gradients]
 
     def apply(gradients: list[Any], weights: list[Any]) -> None:
@@ -150,14 +157,14 @@ def updating_parts(
 
 
 def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which `apply` of all optimizers is wrapped.
+    """Returns a context in which the `apply` method of all optimizers is wrapped.
 
-    In Keras 3.15, user-defined steps call the public `apply` of any optimizer, and Keras has no hook before it.
+    In Keras 3.15, user-defined steps call the public `apply` of any optimizer, and Keras has no hook before this call.
     `LossScaleOptimizer` has a separate `apply`, which calls the `apply` of the optimizer inside it. On torch, all
-    optimizers derive from a class of the backend, which has no `apply`.
+    optimizers derive from a class of the backend, and that class has no `apply`.
 
     Args:
-        apply: gets Keras' method, the optimizer and the arguments.
+        apply: the wrapper. Its arguments are Keras' method, the optimizer, and the arguments of the call.
     """
     kinds = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
     return replaced_in_each((kind, {"apply": in_place_of(kind.apply, apply)}) for kind in kinds)
@@ -166,8 +173,8 @@ def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManage
 def applying_in_scope() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which all optimizers can apply gradients within a `StatelessScope`, on jax.
 
-    In Keras 3.15, `LossScaleOptimizer.apply` assigns in branches, which fails in a scope. Its public `stateless_apply`
-    works.
+    In Keras 3.15, `LossScaleOptimizer.apply` assigns to variables in branches, which fails in a scope. The context
+    replaces it by the public `stateless_apply`, which works in a scope.
     """
 
     def apply(original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -184,11 +191,11 @@ def applying_in_scope() -> contextlib.AbstractContextManager[None]:
 
 
 def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which optimizers on TensorFlow do not sum gradients over replicas again.
+    """Returns a context in which optimizers on TensorFlow do not sum gradients over replicas a second time.
 
-    In Keras 3.15, `_all_reduce_sum_gradients` runs too late: clipping and loss scaling would see the gradients of one
-    replica. No public option changes this. The class is patched, because a callback of `fit` evaluates within this
-    context.
+    In Keras 3.15, `_all_reduce_sum_gradients` runs too late: clipping and loss scaling would see the gradients of a
+    single replica. No public option turns it off. The context patches the class, because a callback of `fit` evaluates
+    within this context.
     """
     as_they_are: Callable[..., Any] = lambda _, optimizer, gradients_and_variables: gradients_and_variables  # noqa: E731
     return wrapped(keras.optimizers.Optimizer, _all_reduce_sum_gradients=as_they_are)
@@ -198,8 +205,8 @@ def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[Non
     """Returns a context in which an optimizer on torch updates one variable after the other, as on other backends.
 
     In Keras 3.15, optimizers for torch override `_backend_update_step` to update all variables in one call. They read
-    the learning rate as a Python number: that waits for the device, and a graph cannot capture it. No public option
-    changes this.
+    the learning rate as a Python float. This read waits for the device, and a graph cannot capture it. No public option
+    restores the general method.
     """
 
     def one_by_one(one: Any) -> Callable[..., None]:
@@ -217,14 +224,16 @@ def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[Non
 def updating_at_once(optimizer: Any, kernel: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which Adam, AdamW and SGD on torch update all weights in one call.
 
-    Other optimizers do not change. The optimizers of Keras 3.15 for torch make about twelve calls for all weights in
-    `_backend_update_step`. No public option changes this. The formulas are from `torch_adam.py` and `torch_sgd.py`.
+    Other optimizers do not change. In Keras 3.15, `_backend_update_step` of the optimizers for torch makes about twelve
+    calls, each for all weights. No public option reduces the number of calls. The formulas come from `torch_adam.py`
+    and `torch_sgd.py`.
 
     Args:
         optimizer: any optimizer.
-        kernel: updates weights of one type. Its first arguments are lists of weights, gradients, momentums and
-            velocities. Then come the learning rate, the factor of weight decay (or None), and a list that says which
-            weights decay. Last is a list: momentum and `nesterov` for SGD; both betas and epsilon for Adam.
+        kernel: a function that updates weights of one dtype. Its first four arguments are lists of weights, gradients,
+            momentums and velocities. The next three arguments are the learning rate, the factor of weight decay (or
+            None), and a list of bools that says which weights decay. The last argument is a list of floats: momentum
+            and `nesterov` for SGD; both betas and epsilon for Adam.
     """
     is_sgd = isinstance(optimizer, keras.optimizers.SGD)
     is_adam = isinstance(optimizer, keras.optimizers.Adam) and not optimizer.amsgrad
@@ -255,24 +264,28 @@ def updating_at_once(optimizer: Any, kernel: Callable[..., None]) -> contextlib.
 
 
 def has_branches(optimizer: Any) -> bool:
-    """Returns whether an optimizer acts in some steps only, and replicas communicate within that branch."""
+    """Returns whether an optimizer does some work only in some steps, in a branch in which replicas communicate.
+
+    This is the case with gradient accumulation, and if averages overwrite the weights. A `LossScaleOptimizer` never has
+    such a branch, because its replicas communicate before.
+    """
     if inner_optimizer(optimizer) is not optimizer:  # with a LossScaleOptimizer they communicate before
         return False
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 
 def overrides_nothing_of_tensorflow(optimizer: Any) -> bool:
-    """Returns whether an optimizer's class overrides no method that `updating_values` replaces."""
+    """Returns False if the class of an optimizer overrides a method that `updating_values` replaces."""
     return all(getattr(type(optimizer), name) is own for name, (own, _) in _tensorflow_methods().items())
 
 
 def updating_values(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which an optimizer on TensorFlow updates values in a `keras.StatelessScope`.
 
-    In Keras 3.15, `TFOptimizer` overrides methods that need TensorFlow's variables instead of their values. In this
-    context the methods of `BaseOptimizer` replace them. Gradient accumulation, and overwriting weights with their
-    averages, use a branch in `BaseOptimizer`. Values of a scope do not leave a branch, so here both outcomes are
-    computed. There is no public API for it.
+    In Keras 3.15, methods of `TFOptimizer` need TensorFlow's variables instead of their values. In this context, the
+    methods of `BaseOptimizer` replace these methods. `BaseOptimizer` uses a branch for gradient accumulation, and a
+    branch for overwriting weights with their averages. Values that are assigned in a scope do not leave a branch, so
+    the context computes both outcomes of these branches. No public API replaces the methods.
     """
     methods: dict[str, Callable[..., Any]] = {
         name: types.MethodType(general, optimizer) for name, (_, general) in _tensorflow_methods().items()
@@ -284,7 +297,7 @@ def updating_values(optimizer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _tensorflow_methods() -> dict[str, tuple[Any, Any]]:
-    """Returns pairs of an optimizer method for TensorFlow and the same method for any backend, by name."""
+    """Returns, by name, pairs of an optimizer method for TensorFlow and the general method that it overrides."""
     from keras.src.backend.tensorflow.optimizer import TFOptimizer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -294,7 +307,10 @@ def _tensorflow_methods() -> dict[str, tuple[Any, Any]]:
 
 
 def _apply_without_branch(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:
-    """Does the same as `BaseOptimizer._backend_apply_gradients`, but computes both outcomes and selects one."""
+    """Does the same as `BaseOptimizer._backend_apply_gradients` without a branch.
+
+    Both outcomes of a branch are computed, and one of them is selected.
+    """
 
     def update(gradients: list[Any]) -> None:
         clipped = optimizer._clip_gradients(gradients)
@@ -318,13 +334,13 @@ def _apply_without_branch(optimizer: Any, gradients: list[Any], weights: list[An
 
 
 def _update_if(condition: Any, optimizer: Any, weights: list[Any], update: Callable[[], None]) -> None:
-    """Runs an optimizer update, and keeps its new values only if `condition` is true.
+    """Runs an optimizer update, and keeps the new values of variables only if `condition` is true.
 
     Args:
         condition: a scalar tensor.
-        optimizer: built.
-        weights: the weights that `update` assigns to.
-        update: assigns to the weights and to the optimizer's variables.
+        optimizer: a built optimizer.
+        weights: the weights that `update` changes.
+        update: a function that assigns to the weights and to the optimizer's variables.
     """
     held = list({id(one): one for one in (*optimizer.variables, *weights)}.values())
     # A scope does not read values of the scope around it (Keras 3.15).
@@ -341,9 +357,10 @@ def _update_if(condition: Any, optimizer: Any, weights: list[Any], update: Calla
 def deciding_on_device(optimizer: Any) -> Iterator[None]:
     """Returns a context in which a `LossScaleOptimizer` updates without a branch, in a `keras.StatelessScope`.
 
-    In Keras 3.15, `_common_apply` branches on whether the gradients are finite. On torch, the branch waits for the
-    device, and a graph cannot capture it. On TensorFlow it waits, too, and `_tf_apply` leaves the replica context for
-    it. Here both outcomes are computed and one is selected, if the class is Keras'. There is no public API for it.
+    In Keras 3.15, `_common_apply` has a branch on whether the gradients are finite. On torch, the branch waits for the
+    device, and a graph cannot capture it. On TensorFlow, the branch also waits, and `_tf_apply` leaves the replica
+    context for it. In this context, both outcomes are computed and one is selected. User-defined subclasses of
+    `LossScaleOptimizer` do not change. No public API avoids the branch.
     """
     if inner_optimizer(optimizer) is optimizer or not is_of_keras(type(optimizer)):
         yield
@@ -360,8 +377,8 @@ def deciding_on_device(optimizer: Any) -> Iterator[None]:
 def _apply(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:
     """Does the same as `LossScaleOptimizer._common_apply`, without a branch.
 
-    In Keras 3.15, `_overwrite_variable_with_gradient` marks variables whose gradient is their next value; these
-    gradients are not unscaled.
+    In Keras 3.15, `_overwrite_variable_with_gradient` returns whether the gradient of a variable is its next value.
+    Such a gradient is not divided by the loss scale.
     """
     is_finite, scale = optimizer.check_finite(gradients), optimizer.dynamic_scale
     unscaled = [

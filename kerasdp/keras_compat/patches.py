@@ -1,6 +1,7 @@
 """Replaces attributes of classes, objects and modules of other packages, and restores them.
 
-All of kerasdp uses this module for it. A permanent patch reads `current_step` in each call to decide what to do.
+kerasdp makes all of its patches with this module. A function that is patched permanently reads `current_step` in each
+call. The result determines whether the patch has an effect.
 """
 
 import contextlib
@@ -12,23 +13,26 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """Describes the step that runs in this thread: its replica, and the hooks that are active.
+    """Describes the training step that runs in the current thread: its replica and its active hooks.
 
     Attributes:
-        replica: the `kerasdp.same.replica_context.ReplicaContext`; None outside of a step, or with a single replica.
-        share: the `kerasdp.step.custom_steps.Share` of a user-defined step on several replicas.
-        drawing: the layer or step that draws random numbers: see `kerasdp.same.random.portable_draws`.
-        kept: on jax, the `id` of each variable whose new value the step returns. None on other backends, which keep
-            all.
+        replica: the `kerasdp.same.replica_context.ReplicaContext` of the step. None outside of a step, or with a single
+            replica.
+        share: the `kerasdp.step.custom_steps.Share` of the replica, in a user-defined step on several replicas.
+        drawing: the layer, loss or step that draws random values: see `kerasdp.same.random.portable_draws`.
+        kept: on jax, the `id` of each variable whose new value the compiled step returns. None on other backends, where
+            all variables keep their new values.
         weight: the weight whose initial values are being drawn: see `kerasdp.same.initial_weights`.
-        reduce: computes the losses of `compile` instead of Keras: see `kerasdp.keras_compat.models.reducing_losses`.
-        factor: multiplies the loss of each output before Keras adds it to the mean of that loss: see
+        reduce: a function that computes the losses of `compile` instead of Keras: see
+            `kerasdp.keras_compat.models.reducing_losses`.
+        factor: multiplies the loss of each output, before Keras adds that loss to the output's mean loss: see
             `losses_of_whole_batch` in `kerasdp.keras_compat.models`.
-        record: a function that gets each layer and its outputs.
-        adding: collects the losses of `add_loss`, as pairs of the function that passes a loss to Keras, and the loss.
-            None: losses go to Keras at once.
+        record: a function that gets each layer and the outputs of the layer.
+        adding: a list that collects the losses of `add_loss`, as pairs of a function and a loss. The function passes
+            the loss to Keras. None: Keras gets each loss at once.
         differentiates: whether `kerasdp.value_and_grad` is calling a function.
-        is_within_checkpoint: whether one `jax.checkpoint` wraps the whole pass, for weights that are gathered.
+        is_within_checkpoint: whether one `jax.checkpoint` wraps the whole pass. This is so if the pass gathers sharded
+            weights.
     """
 
     replica: Any = None
@@ -57,7 +61,11 @@ def current_step() -> Step:
 
 @contextlib.contextmanager
 def step_with(**values: Any) -> Iterator[None]:
-    """Returns a context in which the current step has other values; the arguments are fields of `Step`."""
+    """Returns a context in which some fields of the current step have other values.
+
+    Args:
+        **values: the new values of fields of `Step`, by name.
+    """
     token = _step.set(_step.get()._replace(**values))
     try:
         yield
@@ -72,14 +80,14 @@ def step_as(step: Step) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes and methods of an owner, and restores them at the end of the context.
+    """Replaces attributes or methods of an owner, and restores them at the end of the context.
 
-    An attribute that the owner did not have itself is deleted again. A copy of the owner that is made within the
-    context keeps the new attributes.
+    If the owner itself did not have an attribute before, the attribute is deleted at the end. A copy of the owner that
+    is made within the context keeps the new attributes.
 
     Args:
-        owner: a class (for all of its objects), one object, or a module.
-        **values: new values by name of the attribute.
+        owner: a class, an object or a module. A new attribute of a class affects all objects of the class.
+        **values: the new values, by name of the attribute.
     """
     is_object = not isinstance(owner, (type, types.ModuleType))
     # Not `setattr`, with which Keras would track the new attribute of a layer.
@@ -101,7 +109,11 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_in_each(owners: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
-    """Calls `replaced` for several owners, each with its own values."""
+    """Replaces attributes of several owners in one context, like `replaced` for one owner.
+
+    Args:
+        owners: pairs of an owner and the new values of its attributes, by name.
+    """
     with contextlib.ExitStack() as stack:
         for owner, values in owners:
             stack.enter_context(replaced(owner, **values))
@@ -121,34 +133,43 @@ def in_place_of(function: Callable[..., Any], other: Callable[..., Any]) -> Call
 def wrapped(owner: Any, **others: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which methods or functions of an owner are wrapped by `in_place_of`.
 
-    Nested contexts wrap the wrappers: a call goes through all of them.
+    If contexts are nested, the wrapper of the inner context calls the wrapper of the outer context.
 
     Args:
-        owner: as in `replaced`.
-        **others: the wrapping functions, by name of the attribute.
+        owner: a class, an object or a module: see `replaced`.
+        **others: the wrappers, by name of the attribute. A wrapper is the `other` of `in_place_of`.
     """
     return replaced(owner, **{name: in_place_of(getattr(owner, name), other) for name, other in others.items()})
 
 
 def original(function: Any) -> Any:
-    """Returns the function that `standing_for` replaced; any other function unchanged."""
+    """Returns the function that a replacement from `standing_for` replaces.
+
+    Any other function is returned unchanged.
+    """
     return getattr(function, "_kerasdp_original", function)
 
 
 def standing_for(function: Callable[..., Any], replacement: Any) -> Any:
-    """Marks `replacement` as a replacement of `function` for `original`, and returns it.
+    """Marks `replacement` as a replacement of `function`, and returns `replacement`.
 
-    If `function` is a replacement itself, the mark names the first function.
+    `original(replacement)` then returns `function`. If `function` is itself a replacement, `original(replacement)`
+    returns the first function in this chain.
     """
     vars(replacement)["_kerasdp_original"] = original(function)
     return replacement
 
 
 def wrap_for_good(owner: Any, name: str, other: Callable[..., Any]) -> None:
-    """Wraps a function of a class or module permanently, as `wrapped` does; a second call has no effect.
+    """Wraps a function of a class or module permanently. A second call for the same function has no effect.
 
-    For functions that read `current_step`. TensorFlow traces replicas in threads, in turns: if one thread restored the
-    function, another one would miss the wrapper.
+    The wrapper reads `current_step`. TensorFlow traces replicas in threads, in turns. If one thread restored the
+    function, the other threads would miss the wrapper.
+
+    Args:
+        owner: a class or a module.
+        name: the name of the function.
+        other: the wrapper: see `in_place_of`.
     """
     found = getattr(owner, name)
     if original(found) is found:

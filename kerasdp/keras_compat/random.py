@@ -1,4 +1,4 @@
-"""Patches Keras' sources of randomness: random functions, initial weights, seeds of random layers."""
+"""Patches the sources of randomness in Keras: random functions, initial weights, seeds of random layers."""
 
 import contextlib
 import functools
@@ -17,14 +17,14 @@ from kerasdp.keras_compat.patches import in_place_of, original, replaced, replac
 
 
 def next_seed(seed: Any) -> Any:
-    """Returns two words of random bits to draw with, and advances a `SeedGenerator`.
+    """Returns two random integers that seed a draw, and advances a `SeedGenerator`.
 
-    Uses the private `draw_seed` of Keras 3.15. `SeedGenerator.next()` is public, but the global generator, which Keras
-    uses for `seed=None`, is not.
+    Uses the private `draw_seed` of Keras 3.15. `SeedGenerator.next()` is public, but the global generator is not. Keras
+    uses the global generator for `seed=None`.
 
-    On torch, Keras computes shapes on the device "meta", where it draws without a seed. If that fails, it tries again
-    on the CPU in the same `StatelessScope`. The generator's state would then be a tensor without values. So this
-    returns zeros on "meta".
+    On torch, Keras computes shapes on the device "meta", and draws there without a seed. If that fails, Keras tries
+    again on the CPU in the same `StatelessScope`. Then the state of the generator would be a tensor without values. So
+    this function returns zeros on "meta".
 
     Args:
         seed: a `keras.random.SeedGenerator`, an int, or None.
@@ -35,19 +35,19 @@ def next_seed(seed: Any) -> Any:
 
 
 def is_in_layer_call() -> bool:
-    """Returns whether a layer or model is being called.
+    """Returns whether a call of a layer or model is running.
 
-    In Keras 3.15, the outermost `Layer.__call__` sets the global attribute `current_call_ctx`. There is no public API
-    for it.
+    In Keras 3.15, the outermost `Layer.__call__` sets the global attribute `current_call_ctx`. No public API shows
+    whether a call is running.
     """
     return get_global_attribute("current_call_ctx") is not None
 
 
 def is_in_tensorflow_graph() -> bool:
-    """Returns whether TensorFlow is tracing a function, such as one of `tf.data.Dataset.map`; False without TensorFlow.
+    """Returns whether TensorFlow is tracing a function, such as a function of `tf.data.Dataset.map`.
 
-    Uses the private `keras.src.utils.backend_utils.in_tf_graph` of Keras 3.15. Augmentation layers use it to select
-    TensorFlow's functions.
+    Without TensorFlow, the result is False. Uses the private `keras.src.utils.backend_utils.in_tf_graph` of Keras 3.15.
+    Augmentation layers use `in_tf_graph` to select TensorFlow's functions.
     """
     return bool(in_tf_graph())
 
@@ -57,10 +57,10 @@ _GENERATOR = "seed_of_unseeded_draws"
 
 
 def give_seed_generator(layer: keras.layers.Layer) -> None:
-    """Gives a built layer a `keras.random.SeedGenerator`, whose state becomes a variable of the layer.
+    """Adds a `keras.random.SeedGenerator` to a built layer. The state of the generator becomes a variable of the layer.
 
-    In Keras 3.15, a built layer accepts new variables only while its `_tracker` is unlocked; there is no public API for
-    it.
+    In Keras 3.15, a built layer accepts new variables only while its `_tracker` is unlocked. No public API unlocks the
+    tracker.
     """
     layer._tracker.unlock()
     setattr(layer, _GENERATOR, keras.random.SeedGenerator())
@@ -68,7 +68,7 @@ def give_seed_generator(layer: keras.layers.Layer) -> None:
 
 
 def given_seed_generator(layer: keras.layers.Layer) -> keras.random.SeedGenerator | None:
-    """Returns the generator that `give_seed_generator` gave the layer, or None."""
+    """Returns the generator that `give_seed_generator` added to a layer; None for other layers."""
     return getattr(layer, _GENERATOR, None)
 
 
@@ -77,9 +77,10 @@ _DRAWS_PORTABLY = "_kerasdp_draws_portably"
 
 
 def draw_portably(layer: keras.layers.Layer) -> None:
-    """Marks a layer permanently: its random values must be the same on all backends.
+    """Marks a layer permanently, so that its random values are the same on all backends.
 
-    The attribute is set without Keras (3.15), which would track it in a built layer. `copy.deepcopy` copies the mark.
+    The mark is set with `object.__setattr__`, because Keras (3.15) would track a new attribute of a built layer.
+    `copy.deepcopy` copies the mark.
     """
     object.__setattr__(layer, _DRAWS_PORTABLY, True)
 
@@ -90,27 +91,29 @@ def draws_portably(layer: keras.layers.Layer) -> bool:
 
 
 def wrap_draws(kinds: tuple[str, ...], draw: Callable[..., Any]) -> None:
-    """Wraps functions with which `keras.random` and all layers of Keras draw, permanently.
+    """Wraps the functions with which `keras.random` and Keras' layers draw random values, permanently.
 
-    In Keras 3.15, each call looks up the function in `keras.src.backend.random`. There is no public API for it.
+    In Keras 3.15, each call looks up the function in `keras.src.backend.random`. No public API replaces these
+    functions.
 
     Args:
-        kinds: names of functions of `keras.random`.
-        draw: replaces them; gets the name, Keras' function and its arguments.
+        kinds: names of functions in `keras.random`.
+        draw: the wrapper. Its arguments are the name, Keras' function, and the arguments of the call.
     """
     for kind in kinds:
         wrap_for_good(keras_random, kind, functools.partial(draw, kind))
 
 
 def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which `hooks` choose the initial values of new weights and the seeds of random layers.
+    """Returns a context in which `hooks` set the initial values of new weights and the seeds of random layers.
 
-    Of nested contexts, the innermost applies. Keras 3.15 has no hook for this. So these public methods are replaced in
-    their classes: `Layer.add_weight`, `SeedGenerator.__init__`, and `__call__` of the random initializers. The private
-    `keras.src.backend.random.make_default_seed` is replaced, too. It reads Python's `random`, so its result depends on
-    earlier draws of the process.
+    If contexts are nested, the hooks of the innermost context are used. Keras 3.15 has no hook for initial values and
+    seeds. So these public methods are replaced in their classes: `Layer.add_weight`, `SeedGenerator.__init__`, and
+    `__call__` of the random initializers. The private `keras.src.backend.random.make_default_seed` is also replaced. It
+    reads Python's `random`, so its result depends on earlier random draws of the process.
 
-    `hooks`: a `kerasdp.same.initial_weights.WeightNumbering`.
+    Args:
+        hooks: a `kerasdp.same.initial_weights.WeightNumbering`.
     """
     layer_class, seed_class = keras.layers.Layer, keras.random.SeedGenerator
     add, make_generator = original(layer_class.add_weight), original(seed_class.__init__)
@@ -134,7 +137,7 @@ def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
         return hooks.draw(initializer, shape, dtype) if _is_floating(dtype) else call(initializer, shape, dtype)
 
     def generator_in_graph(get: Callable[..., Any], layer: Any, backend: Any = None) -> Any:
-        """Gives the generator that Keras makes for `tf.data`, on torch and jax, the seed of the layer's generator."""
+        """Passes the layer's seed to the generator that Keras makes for `tf.data` on torch and jax."""
         if backend in (None, keras.backend.backend()) or not hasattr(layer, "generator"):
             return get(layer, backend)
         with replaced(layer, seed=int(keras.ops.convert_to_numpy(layer.generator.state)[0])):
@@ -153,9 +156,9 @@ def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def fans_of(initializer: keras.initializers.VarianceScaling, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the number of inputs and outputs of a kernel of this shape, as an initializer counts them.
+    """Returns the numbers of inputs and outputs of a kernel with this shape, as an initializer computes them.
 
-    Uses the private `compute_fans` of Keras 3.15; there is no public API for it.
+    Uses the private `compute_fans` of Keras 3.15. No public API computes these numbers.
     """
     return compute_fans(shape, initializer.input_axes, initializer.output_axes)
 
@@ -165,17 +168,18 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def seed_of(initializer: Any) -> Any:
-    """Returns the seed that the user passed to an initializer, an int or a `SeedGenerator`; None without one.
+    """Returns the seed that the user passed to an initializer: an int or a `SeedGenerator`; None without a seed.
 
-    Uses the private `RandomInitializer._init_seed` of Keras 3.15. The public `get_config()["seed"]` serializes it, for
-    which Keras imports TensorFlow if it is installed. The public `seed` is a random one if the user passed none.
+    Uses the private `RandomInitializer._init_seed` of Keras 3.15. The public `get_config()["seed"]` serializes the
+    seed, and for that Keras imports TensorFlow if it is installed. If the user passed no seed, the public `seed` is a
+    random one.
     """
     return None if has_drawn_seed(initializer) else getattr(initializer, "seed", None)
 
 
 def has_drawn_seed(initializer: Any) -> bool:
-    """Returns whether Keras drew an initializer's seed at random, because the user passed none.
+    """Returns whether the seed of an initializer is random, because the user passed no seed.
 
-    Uses the private `RandomInitializer._init_seed` of Keras 3.15; see `seed_of`.
+    Uses the private `RandomInitializer._init_seed` of Keras 3.15: see `seed_of`.
     """
     return getattr(initializer, "_init_seed", 0) is None

@@ -1,4 +1,4 @@
-"""Makes Keras save classes of kerasdp and of Keras' backends under public names."""
+"""Changes how Keras saves and loads classes, configs and optimizers."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ from kerasdp.keras_compat.patches import wrap_for_good, wrapped
 
 
 def saved_as_keras(layer_class: type) -> type:
-    """Class decorator: models are saved with the Keras layer from which the class derives.
+    """Class decorator that makes Keras save a layer as the layer of Keras with the same name.
 
     Weights and config are the same as for Keras' layer. So the file loads without kerasdp, and `portable` restores
     kerasdp's layer. Keras 3.15 looks up a class in `api_export.REGISTERED_OBJS_TO_NAMES` before it writes the name of
-    its module. The public `register_keras_serializable` adds the name of a package, so the file would not load without
-    it.
+    the class's module. The public `register_keras_serializable` adds the name of a package, so the file would not load
+    without that package.
     """
     name = f"keras.layers.{layer_class.__name__}"
     api_export.REGISTERED_OBJS_TO_NAMES[layer_class] = name
@@ -27,11 +27,11 @@ def saved_as_keras(layer_class: type) -> type:
 
 
 def safe_deserialization() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Keras does not load code from a file: no lambda, no pickle.
+    """Returns a context in which Keras never loads code (lambdas, pickles) from a file.
 
-    The functions of Keras 3.15 ignore `safe_mode=True` after `keras.config.enable_unsafe_deserialization()`. A script
-    may have called that for another file. `serialization_lib.SafeModeScope` overrides both; there is no public API for
-    it.
+    In Keras 3.15, functions ignore `safe_mode=True` after `keras.config.enable_unsafe_deserialization()`. A script may
+    have called that function for another file. `serialization_lib.SafeModeScope` overrides both settings. No public API
+    overrides both.
     """
     scope: contextlib.AbstractContextManager[None] = serialization_lib.SafeModeScope(True)
     return scope
@@ -39,21 +39,21 @@ def safe_deserialization() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def classes_saved() -> Iterator[dict[str, Any]]:
-    """Yields a dictionary that collects user-defined classes and functions that Keras saves, by their saved names.
+    """Yields a dictionary of the user-defined classes and functions that Keras saves, by their saved names.
 
-    Keras 3.15 loads a user-defined class only if it is registered, or passed as `custom_objects`, even if its module
-    can be imported. Keras calls `object_registration.get_registered_name` for each saved name; there is no public API
-    for it.
+    Keras 3.15 loads a user-defined class only if it is registered or passed as `custom_objects`, even if its module can
+    be imported. Keras calls `object_registration.get_registered_name` for each saved name. No public API lists the
+    saved classes.
 
     Raises:
-        UserError: if two of them have the same name.
+        UserError: if two classes or functions have the same name.
     """
     found: dict[str, Any] = {}
 
     def record(name_of: Callable[[Any], str], kind: Any) -> str:
         name = name_of(kind)
         if not is_of_keras(kind) and kind.__module__ != "builtins" and found.setdefault(name, kind) is not kind:
-            raise UserError(f"two classes or functions have the name {name}")
+            raise UserError(f"two classes or functions have the name {name}; rename one of them")
         return name
 
     with wrapped(object_registration, get_registered_name=record):
@@ -61,10 +61,10 @@ def classes_saved() -> Iterator[dict[str, Any]]:
 
 
 def arguments_in_configs() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the config of a new model without `get_config` includes its constructor arguments.
+    """Returns a context in which new models without `get_config` have their constructor arguments in their config.
 
     In Keras 3.15, `Model.__new__` does not record the arguments. So the config has the defaults of `__init__`, and the
-    loaded model differs. `Layer.__new__` records them; there is no public API for it.
+    loaded model differs from the saved model. `Layer.__new__` records the arguments. No public option changes this.
     """
 
     def make(new: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -76,9 +76,9 @@ def arguments_in_configs() -> contextlib.AbstractContextManager[None]:
 def save_optimizers_by_public_names() -> None:
     """Makes Keras save optimizers under the names of their public base classes, permanently.
 
-    In Keras 3.15, on torch, optimizers are classes of the backend, and Keras saves their private names. Such a file
-    cannot train on other backends. Keras calls `api_export.get_name_from_symbol` for each class name; there is no
-    public API for it.
+    In Keras 3.15 on torch, optimizers are classes of the backend, and Keras saves their private names. A model from a
+    file with these names cannot train on other backends. Keras calls `api_export.get_name_from_symbol` for each class
+    name. No public option changes the name.
     """
 
     def name_of(original: Callable[[Any], str | None], kind: Any) -> str | None:
@@ -90,11 +90,11 @@ def save_optimizers_by_public_names() -> None:
 
 @contextlib.contextmanager
 def compiled_as_any_backend_does(model: keras.Model) -> Iterator[None]:
-    """Returns a context in which a compiled model is saved with `jit_compile="auto"`.
+    """Returns a context in which Keras saves a compiled model with `jit_compile="auto"`.
 
-    Keras 3.15 saves the value that "auto" has on this backend. A file from jax would make torch compile, which takes
-    half a minute. A file from torch would keep jax from compiling. This changes `model._compile_config.config`, because
-    the public `get_compile_config()` returns a copy.
+    Keras 3.15 saves the value to which the current backend resolved "auto". With a file from jax, torch would compile
+    the model, which takes half a minute. With a file from torch, jax would not compile the model. The context changes
+    `model._compile_config.config`, because the public `get_compile_config()` returns a copy.
     """
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     kept = {name: value for name, value in config.items() if name == "jit_compile" and value is not None}

@@ -1,4 +1,4 @@
-"""Sets Keras' process-wide state: precision, seed, and which backends Keras may import."""
+"""Sets the process-wide state of Keras: precision, attention, seed, devices of new variables, import of TensorFlow."""
 
 import contextlib
 import importlib
@@ -23,10 +23,11 @@ _OF_RUN = ("distribution", "dtype_policy", "flash_attention")
 
 
 def keep_messages_of(kind: type[Exception]) -> None:
-    """Keeps Keras from adding to the message of errors of this class, if a layer's call raises them.
+    """Keeps Keras from adding text to the messages of an exception class.
 
-    Keras 3.15 adds the call's arguments to the text of each error that a layer raises. It skips errors that have the
-    attribute `_keras_call_info_injected`. The public `disable_traceback_filtering` affects all errors.
+    If a layer's call raises an error, Keras 3.15 adds the arguments of the call to the message. Keras skips errors that
+    have the attribute `_keras_call_info_injected`. The public `disable_traceback_filtering` would change the messages
+    of all errors.
     """
     kind._keras_call_info_injected = True  # type: ignore[attr-defined]
 
@@ -34,8 +35,9 @@ def keep_messages_of(kind: type[Exception]) -> None:
 def set_precision(precision: str) -> None:
     """Makes layers compute in `precision`, one of `kerasdp.config.config.PRECISIONS`.
 
-    In Keras 3.15, on torch and jax, `dtypes.BIT64_TO_BIT32_DTYPE` turns 64-bit results (means, batch norm) into 32-bit
-    ones, whatever the policy is. This changes that table. There is no public API for it.
+    In Keras 3.15 on torch and jax, the table `dtypes.BIT64_TO_BIT32_DTYPE` turns 64-bit results (of means or batch
+    norm) into 32-bit results, even with a float64 policy. This function changes that table. No public API changes the
+    table.
     """
     if keras.backend.backend() == "tensorflow":
         _convert_numbers_in_full(precision == "float64")
@@ -47,26 +49,27 @@ def set_precision(precision: str) -> None:
 
 
 def set_attention(device_kind: str) -> None:
-    """Turns off flash attention on TPUs, so that attention computes the same as on other devices.
+    """Turns off flash attention on TPUs, so that attention returns the same values as on other devices.
 
-    Keras 3.15 on jax selects a TPU kernel (splash attention) by default. Without a mask this kernel is causal. With a
-    mask, it uses the mask of the first sample for all samples. It does not compile on several devices ("Mosaic kernels
-    cannot be automatically partitioned"), nor with bfloat16 if float32 products are exact. A layer that asks for flash
-    attention still gets it.
+    Keras 3.15 on jax selects a TPU kernel (splash attention) by default. Without a mask, this kernel computes causal
+    attention. With a mask, it uses the mask of the first sample for all samples. On several devices, it does not
+    compile ("Mosaic kernels cannot be automatically partitioned"). With bfloat16, it does not compile if float32
+    products are exact. A layer that requests flash attention explicitly still gets flash attention.
 
     Args:
-        device_kind: the kind of a `Devices`.
+        device_kind: the kind of a `Devices`, for example `"tpu"`.
     """
     if device_kind == "tpu":
         keras.config.disable_flash_attention()
 
 
 def _convert_numbers_in_full(in_full: bool) -> None:
-    """Makes Keras' TensorFlow backend convert Python floats to float64 tensors without rounding, or restores it.
+    """Turns the exact conversion of Python floats to float64 on or off in Keras' TensorFlow backend.
 
-    `tf.cast` and `tf.convert_to_tensor` (2.21) round them to float32 first. The TensorFlow modules of Keras 3.15 call
-    these through their global `tf`. The modules that convert numbers get another `tf` until the precision changes. Code
-    outside of Keras still has the original. There is no public API for it.
+    `tf.cast` and `tf.convert_to_tensor` (2.21) round Python floats to float32 first. The TensorFlow modules of Keras
+    3.15 call both functions through their global `tf`. With `in_full`, the global `tf` of these modules becomes
+    `tensorflow_with_exact_numbers`. Code outside of Keras still uses the original functions. No public API changes the
+    conversion.
     """
     tf = importlib.import_module("tensorflow")
     known = tensorflow_with_exact_numbers(tf) if in_full else tf
@@ -76,9 +79,9 @@ def _convert_numbers_in_full(in_full: bool) -> None:
 
 
 def tensorflow_with_exact_numbers(tf: Any) -> types.ModuleType:
-    """Returns a module with all names of TensorFlow that converts Python floats without rounding.
+    """Returns a module with all names of TensorFlow, in which Python floats are converted without rounding.
 
-    Its `cast` and `convert_to_tensor` convert a float, or a list of floats, to float64 first.
+    The functions `cast` and `convert_to_tensor` of this module convert a float, or a list of floats, to float64 first.
     """
 
     def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
@@ -94,17 +97,17 @@ def tensorflow_with_exact_numbers(tf: Any) -> types.ModuleType:
 
 
 def _in_full(x: Any) -> Any:
-    """Converts Python floats, and lists of them, to float64 arrays; returns anything else unchanged."""
+    """Converts a Python float, or a list of floats, to a float64 array. Any other object is returned unchanged."""
     numbers = keras.tree.flatten(x) if isinstance(x, (float, list, tuple)) else []
     has_floats = any(type(number) is float for number in numbers)
     return np.asarray(x) if has_floats and all(type(number) in (float, int) for number in numbers) else x
 
 
 def set_seed(seed: int) -> None:
-    """Calls `keras.utils.set_random_seed`, without importing TensorFlow if the backend is another one.
+    """Calls `keras.utils.set_random_seed` without importing TensorFlow on other backends.
 
-    If TensorFlow is already imported, it is seeded as well: tf.data shuffles with that seed and the seed of `shuffle`.
-    If it is not, `kerasdp.launch` seeds it later.
+    If TensorFlow is already imported, this function also sets TensorFlow's seed: tf.data shuffles with that seed and
+    the seed of `shuffle`. Otherwise `kerasdp.launch` sets TensorFlow's seed later.
     """
     with without_tensorflow():
         keras.utils.set_random_seed(seed)
@@ -113,13 +116,15 @@ def set_seed(seed: int) -> None:
 
 
 def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which `keras.utils.clear_session` keeps the distribution and the dtype policy.
+    """Returns a context in which `keras.utils.clear_session` keeps the settings of the run.
 
-    Search tools call `clear_session` for each trial.
+    The settings are the distribution, the dtype policy and the use of flash attention. Search tools call
+    `clear_session` for each trial.
 
-    In Keras 3.15, `clear_session` replaces the state by a new `threading.local()`. This patches
+    In Keras 3.15, `clear_session` replaces the global state by a new `threading.local()`. The context replaces
     `global_state.threading`, since scripts may already hold a reference to `clear_session`. Keras 3.16 also resets the
-    distribution first, with `distribution_lib.set_distribution`. There is no public API for it.
+    distribution first, with `distribution_lib.set_distribution`. So the context replaces that function, too. No public
+    API keeps these settings.
     """
 
     def local() -> threading.local:
@@ -144,14 +149,14 @@ def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:
 def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
     """Makes Keras place new variables on devices of several JAX hosts with `put(array, sharding)`, permanently.
 
-    In Keras 3.15, `distribution_lib.distribute_tensor` calls `jax.device_put`, which (jax 0.10.2) compares each value
-    between the hosts. A host with another model then waits forever, or ends by SIGABRT, without an error message. There
-    is no public API for it.
+    In Keras 3.15, `distribution_lib.distribute_tensor` calls `jax.device_put`. `jax.device_put` (jax 0.10.2) compares
+    each value between the hosts. If the model of one host differs from the models of the other hosts, that host waits
+    forever or ends by SIGABRT, without an error message. No public API places variables differently.
     """
     from keras.src.backend.jax import distribution_lib
     from keras.src.utils import jax_utils
 
-    distribute = original(distribution_lib.distribute_tensor)  # the last `put` counts
+    distribute = original(distribution_lib.distribute_tensor)  # a later `put` replaces an earlier one
 
     def is_local(tensor: Any) -> bool:
         return bool(getattr(tensor, "is_fully_addressable", True))
@@ -167,10 +172,10 @@ def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
 
 
 def without_tensorflow() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Keras does not import TensorFlow if the backend is another one.
+    """Returns a context in which Keras does not import TensorFlow, unless TensorFlow is the backend.
 
-    Keras (3.15) imports it, if it is installed, to seed tf.data and to serialize objects. The import takes seconds, and
-    can end the process, because both torch and TensorFlow include LLVM. This changes
-    `module_utils.tensorflow._available`; there is no public API for it.
+    If TensorFlow is installed, Keras (3.15) imports it to seed tf.data and to serialize objects. The import takes
+    seconds. The import can also end the process, because both torch and TensorFlow include LLVM. The context sets
+    `module_utils.tensorflow._available`. No public API prevents the import.
     """
     return replaced(module_utils.tensorflow, _available=keras.backend.backend() == "tensorflow")

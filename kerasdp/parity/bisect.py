@@ -31,7 +31,7 @@ class Step:
     Args:
         calls: calls of operations in the forward pass and the loss.
         loss: loss of the batch.
-        gradients: gradients by path of their weight, without weights that the loss does not depend on.
+        gradients: gradient of each weight by path, except for weights that the loss does not depend on.
         after: values of the model's variables after the update, by path.
     """
 
@@ -43,12 +43,12 @@ class Step:
 
 @dataclasses.dataclass(kw_only=True)
 class Steps:
-    """The recorded steps on one backend.
+    """The recorded training steps on one backend.
 
     Args:
         initial: values of the variables before the first step, by path.
         optimizer: name of the optimizer's class.
-        steps: recorded steps, in their order.
+        steps: recorded steps, in order.
     """
 
     initial: dict[str, np.ndarray]
@@ -58,20 +58,22 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The place where two backends first differ by more than round-off. `bisect` returns it; `str` describes it.
+    """The result of `kerasdp.parity.bisect`: the first place where two backends differ by more than round-off.
+
+    `str(finding)` describes the place.
 
     Args:
         backends: names of the two backends.
-        what: `"initial weights"`, `"operation"`, `"gradient"`, `"statistics"` or `"update"`; `"loss"` if no operation
-            explains the difference.
+        what: `"initial weights"`, `"operation"`, `"gradient"`, `"statistics"` or `"update"`; `"loss"` if the loss
+            differs but no operation does.
         name: name of the operation, the variable or the optimizer.
-        step: number of the step, from 0; None: before the first step.
+        step: number of the step, from 0. None: the place is before the first step.
         expected: value on the first backend.
         received: value on the second backend.
-        difference: largest difference, relative to the largest value.
+        difference: largest difference, divided by the largest absolute value.
         call: the call of the operation, with its inputs on the first backend; None if no operation is the cause.
-        inputs_differ: whether the inputs of the operation already differ. Then they were computed by code that calls no
-            operation of Keras.
+        inputs_differ: whether the inputs of the operation differ, too. In this case code that calls no Keras operation
+            has computed the inputs.
 
     Example:
         ```python
@@ -133,19 +135,19 @@ def bisect(
     is_plain: bool = False,
     **choices: Any,
 ) -> Finding | None:
-    """Finds the first operation of a training that two backends compute differently.
+    """Finds the first operation of a training run that two backends compute differently.
 
-    It trains a few steps on each backend, each in a new process, and compares every operation, gradient and update. A
-    step runs without compilation, on one device, in float64. There round-off is far smaller than any bug.
+    `bisect` trains a few steps on each backend, in a new process, and compares every operation, gradient and update.
+    The steps run on one device, without compilation, in float64. In float64 round-off is far smaller than any bug.
 
     Args:
         build_model: a function without arguments that returns a compiled Keras model.
-        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it. Each step uses the
-            next rows, in order.
-        backends: names of two backends. None: the first two installed ones.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns this tuple. Each step
+            uses the next rows, in order.
+        backends: names of two backends. None: the first two installed backends.
         steps: number of updates.
-        is_plain: True: kerasdp does not patch Keras functions that differ between backends; use it to find bugs of
-            Keras.
+        is_plain: True: kerasdp does not patch Keras functions that differ between backends. Use this value to find
+            bugs of Keras.
         **choices: fields of `kerasdp.parity.Job`: `batch_size` (32), `seed`, `device`.
 
     Returns:
@@ -187,7 +189,7 @@ def bisect(
 
 
 def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> Iterator[Finding]:
-    """Yields findings in order. Only the first one is meaningful, because a difference causes later ones."""
+    """Yields the differences between two backends, in order of computation. The first one causes the later ones."""
     from kerasdp.keras_compat.operations import aligned
 
     found = functools.partial(Finding, backends)
@@ -238,18 +240,18 @@ def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> It
 
 
 def _of_operation(output: np.ndarray) -> float:
-    """Returns the tolerance of an operation with equal inputs, by the dtype of its output."""
+    """Returns the tolerance for the output of an operation with equal inputs. The output's dtype determines it."""
     kind = str(output.dtype)
     return tolerance_for(kind, "SGD").of_outputs(0) if kind in ("float32", "float16", "bfloat16") else _OPERATION
 
 
 def _moved(before: np.ndarray | None, after: np.ndarray) -> float:
-    """Returns how far a step moved a variable, relative to the variable's size; at least 0.001."""
+    """Returns the relative change of a variable in a step, limited to the range from 0.001 to 1."""
     return 1.0 if before is None or before.shape != after.shape else min(max(difference(before, after), 1e-3), 1.0)
 
 
 def _apart(value: np.ndarray, other: np.ndarray) -> float:
-    """Returns the difference of two arrays; infinite if their floating-point types differ."""
+    """Returns the relative difference of two arrays; infinite if their floating-point dtypes differ."""
     is_other_type = value.dtype.kind == other.dtype.kind == "f" and value.dtype != other.dtype
     return float("inf") if is_other_type else difference(value, other)
 
@@ -259,7 +261,16 @@ Gradients = list[np.ndarray] | None
 
 
 def _of_gradients(found: Finding, calls: "list[Call]", first: list[Gradients], second: list[Gradients]) -> Finding:
-    """Finds the operation whose gradient differs. It starts at the end of the forward pass, where gradients start."""
+    """Returns a finding that names the operation whose gradient differs first.
+
+    The search starts at the last operation of the forward pass, because the backward pass starts there.
+
+    Args:
+        found: finding that names the weight whose gradient differs. It is returned if no operation differs.
+        calls: calls of the forward pass.
+        first: gradients of each call on the first backend.
+        second: gradients of each call on the second backend.
+    """
     for call, one, two in reversed(list(zip(calls, first, second))):
         for value, other in zip(one or (), two or ()):
             if (apart := _apart(value, other)) > _of_operation(value):
@@ -270,7 +281,10 @@ def _of_gradients(found: Finding, calls: "list[Call]", first: list[Gradients], s
 
 
 def _some(value: np.ndarray, other: np.ndarray) -> str:
-    """Returns the value at the position of the largest difference; the dtype and shape if these differ."""
+    """Returns a text with the element of `value` that differs most from `other`, and its position.
+
+    If the dtypes or shapes differ, the text has the dtype and the shape of `value` instead.
+    """
     if value.shape != other.shape or value.dtype != other.dtype or not value.size:
         return f"{value.dtype}{list(value.shape)}"
     place = int(np.argmax(np.nan_to_num(np.abs(value.astype(float) - other), nan=np.inf)))
@@ -279,7 +293,7 @@ def _some(value: np.ndarray, other: np.ndarray) -> str:
 
 
 def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
-    """Trains and records the steps, in the process of one backend."""
+    """Trains the model of a job on the backend of this process, and returns the recorded steps."""
     import keras
 
     from kerasdp.keras_compat.operations import telling
@@ -317,9 +331,9 @@ def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
 
 
 def _call_alone(runner: Any, job: Job, is_plain: bool, calls: "list[Call]") -> list[Gradients]:
-    """Calls each operation alone and returns its gradients, in the process of one backend.
+    """Repeats each call of an operation separately, on the backend of this process, and returns the gradients.
 
-    The inputs are those in `calls`, whatever backend recorded them.
+    The inputs are the recorded inputs in `calls`, so they are the same on both backends.
     """
     _, _, context = _prepared(runner, job, is_plain)
     with context:
@@ -358,7 +372,7 @@ def _gradients_alone(call: "Call") -> Gradients:
 
 
 def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], contextlib.ExitStack]:
-    """Returns the model, the batches of the steps, and the context in which the operations run."""
+    """Returns the model of a job, the batch of each step, and a context manager in which the steps must run."""
     import keras
 
     from kerasdp.data.sources import ArraySource
@@ -371,7 +385,7 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
     model, (x, y, sample_weight) = made(runner, job)
     if own_steps(model):
         raise UserError(
-            f"bisect: expected a model without a custom train_step. Received: {model.name}; remove its train_step"
+            f"bisect: expected a model without a custom train_step. Received: {model.name}; remove the train_step"
         )
     source = x if hasattr(x, "targets") else ArraySource(x, y, sample_weight)
     rows = np.arange(job.steps * job.batch_size).reshape(job.steps, -1) % source.num_samples

@@ -1,4 +1,4 @@
-"""Trains a model on several backends and device counts, compares the trainings step by step, and draws a figure."""
+"""Trains a model on several backends and numbers of devices, compares these training runs, and draws a figure."""
 
 import dataclasses
 import functools
@@ -20,17 +20,17 @@ _DASHES = ("-", "--", ":", "-.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a training on one backend and number of devices. `str` describes it.
+    """The result of a training run on one backend and number of devices. `str(outcome)` describes the result.
 
     Args:
-        way: backend, number of devices and precision.
-        reference: the way that it is compared with.
+        way: backend, number of devices and precision of the run.
+        reference: backend, number of devices and precision of the reference run.
         losses: loss of each step, shape `(steps,)`.
         differences: relative difference of each loss from the loss of the reference, shape `(steps,)`.
-        divergence: where the training first diverges from the reference; None if it does not.
-        round_off: set if the training diverges in float32, but not in float64: the largest relative difference of a
-            loss in float64. Then only round-off has grown, and there is no bug. None in all other cases.
-        error: why the model could not be trained; empty if it could.
+        divergence: first place where the run diverges from the reference; None if the run does not diverge.
+        round_off: largest relative difference of a loss in float64, if the run diverges in float32 but not in float64.
+            In this case only round-off has grown, and there is no bug. None in all other cases.
+        error: reason why the model could not be trained; empty if it was trained.
         seconds: seconds from the start of the process to its end.
 
     Example:
@@ -82,10 +82,10 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The comparison of one model that was trained in several ways. `compare` returns it.
+    """The result of `kerasdp.parity.compare`: one model, trained on several backends and numbers of devices.
 
     Args:
-        outcomes: an `Outcome` for each way. The first one is the reference.
+        outcomes: an `Outcome` for each training run. The first one is the reference.
         tolerance: largest allowed difference of the losses.
         plain: losses of `keras.Model.fit` on one device without kerasdp, by backend. Empty unless `compare` was called
             with `with_plain=True`.
@@ -116,14 +116,14 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Returns whether all trainings agree with the reference."""
+        """Returns whether all training runs agree with the reference."""
         return all(outcome.passed for outcome in self.outcomes)
 
     def table(self) -> str:
-        """Returns a table as text, with one row per training.
+        """Returns a table as text, with one row per training run.
 
-        The columns are the way, the largest relative difference of a loss from the reference, the first divergent step,
-        and the seconds of the process.
+        The first column has the backend and the number of devices. The other columns have the largest relative
+        difference of a loss from the reference, the first divergent step, and the seconds of the process.
         """
         rows = [["trained on", "max difference", "first divergent step", "seconds"]]
         for outcome in self.outcomes:
@@ -138,10 +138,9 @@ class Comparison:
         return "\n".join([in_columns(rows, right=(1, 2, 3)), *words])
 
     def draw(self, path: str, title: str = "One model, trained many ways") -> None:
-        """Draws the losses of all steps, and below them their relative differences and the tolerance.
+        """Draws a figure of the losses of all runs, and of their relative differences from the reference.
 
-        The differences are relative to the losses of the reference. Losses of plain Keras, if any, are drawn at the
-        top.
+        The figure also shows the tolerance. If there are losses of plain Keras, the figure shows them at the top.
 
         Args:
             path: path of the PNG file.
@@ -191,27 +190,31 @@ def compare(
     with_plain: bool = False,
     **choices: Any,
 ) -> Comparison:
-    """Trains a model on each backend and number of devices, and compares each training with the first.
+    """Trains a model on each backend and number of devices, and compares each training run with the first one.
 
-    Each training runs in a new process. Initial weights and the samples of each step must be bitwise equal. Losses,
-    gradient norms, metrics and final weights must be equal up to round-off. If two trainings diverge, both run again to
-    find the layer. They also run in float64, to distinguish a bug from round-off that has grown. That run is left out
-    if the first forward pass differs by more than ten tolerances.
+    Each run starts in a new process. Initial weights and the samples of each step must be bitwise equal between runs.
+    Losses, gradient norms, metrics and final weights must be equal up to round-off.
+
+    If a run diverges from the reference, the first step of both runs is repeated to find the layer that differs. Then
+    both runs are repeated in float64, to distinguish a bug from round-off that has grown. The float64 runs are skipped
+    if outputs of the first forward pass differ by more than ten tolerances.
 
     Args:
         build_model: a function without arguments that returns a compiled Keras model. Each process calls it.
-        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
-        backends: names of backends. None: all installed ones.
-        device_counts: numbers of devices. They are virtual CPU devices, unless `device` says otherwise.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns this tuple.
+        backends: names of backends. None: all installed backends.
+        device_counts: numbers of devices. The devices are virtual CPU devices, unless the argument `device` is set.
         precision: `"float32"`, or `"float64"`, in which round-off is far smaller than bugs.
-        tolerance: largest allowed difference of the losses. None: it depends on the precision and the optimizer.
-        report: a function that is called with each `Outcome` as soon as it is known.
-        with_plain: True: also trains with `keras.Model.fit` on each backend, without kerasdp, for the figure.
+        tolerance: largest allowed difference of the losses. None: a default for the precision and the optimizer.
+        report: a function that is called with the `Outcome` of each run, as soon as the run ends.
+        with_plain: whether to train also with `keras.Model.fit`, without kerasdp, on each backend. The figure then
+            shows these losses, too.
         **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`,
             `compile` (torch only).
 
     Returns:
-        A `Comparison`. With `batch_norm="replica"`, each way is compared with the first backend on as many devices.
+        A `Comparison`. With `batch_norm="replica"`, each run is compared with the first backend on the same number of
+            devices.
 
     Raises:
         UserError: if the model cannot be sent to other processes, or the reference cannot be trained.
@@ -256,17 +259,17 @@ def compare(
             plain[name] = plain_losses(job, name)
         except RunError as error:
             reason = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
-            warn(f"keras.Model.fit on {name} without kerasdp fails, so it has no curve: {reason[-1]}")
+            warn(f"keras.Model.fit on {name} without kerasdp fails, so the figure has no curve for it: {reason[-1]}")
     return Comparison(outcomes=outcomes, tolerance=tolerance, plain=plain)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The training that other trainings are compared with. Attributes are computed when first read, and cached.
+    """The training run that other runs are compared with. Attributes are computed when first read, and cached.
 
     Args:
-        job: what to train.
-        way: backend, number of devices and precision.
+        job: model, data and options of the run.
+        way: backend, number of devices and precision of the run.
 
     Example:
         ```python
@@ -293,35 +296,35 @@ class Reference:
 
     @functools.cached_property
     def trace(self) -> Trace:
-        """Returns the trace of all steps."""
+        """Returns the recorded values of all steps."""
         return trace(self.job, self.way)
 
     @functools.cached_property
     def first_step(self) -> Trace:
-        """Returns the detailed trace of the first step."""
+        """Returns the recorded values of the first step, with all outputs and gradients."""
         return trace(self.job, self.way, is_detailed=True)
 
     @functools.cached_property
     def in_float64(self) -> "Reference":
-        """Returns the reference in float64, on the same backend and number of devices."""
+        """Returns a reference with precision float64, on the same backend and number of devices."""
         return Reference(self.job, dataclasses.replace(self.way, precision="float64"))
 
     @property
     def tolerance(self) -> Tolerance:
-        """Returns the tolerance for the precision and the optimizer."""
+        """Returns the default tolerance for the precision and the optimizer of the run."""
         return tolerance_for(self.way.precision, self.trace.optimizer)
 
 
 def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
-    """Trains in one way, and compares the training with the reference.
+    """Trains a model on one backend and number of devices, and compares the run with the reference.
 
     Args:
-        way: backend, number of devices and precision.
-        reference: the training to compare with. It runs first, if it has not run yet.
+        way: backend, number of devices and precision of the run.
+        reference: the run to compare with. The reference runs first if it has not run yet.
         tolerance: largest allowed difference of the losses.
 
     Returns:
-        An `Outcome`. If the training fails, its `error` says why.
+        An `Outcome`. If the run fails, the field `error` has the reason.
 
     Raises:
         UserError: if the model cannot be sent to other processes, or the reference cannot be trained.
@@ -379,7 +382,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
 
 
 def _difference_in_float64(way: Way, reference: Reference) -> float | None:
-    """Returns the largest difference of a loss in float64; None if the trainings diverge in float64, too."""
+    """Returns the largest relative difference of a loss in float64; None if the runs diverge in float64, too."""
     exact = reference.in_float64
     received = trace(reference.job, dataclasses.replace(way, precision="float64"))
     if first_divergence(exact.trace, received, exact.tolerance) is not None:

@@ -1,4 +1,4 @@
-"""Checks whether two trainings are equal up to round-off, and finds where they first diverge."""
+"""Checks whether two training runs are equal up to round-off, and finds where they first diverge."""
 
 import dataclasses
 import math
@@ -23,15 +23,15 @@ _BEYOND_ROUND_OFF = 10.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """The largest allowed relative difference of two trainings. It grows with the steps.
+    """The largest allowed relative difference between two training runs. It grows with each step.
 
     Args:
-        start: tolerance of the loss of the first step: a few round-offs, because each backend adds values in another
-            order.
+        start: tolerance of the loss in the first step. It is larger than the round-off of one addition, because each
+            backend adds values in a different order.
         growth: factor by which the tolerance grows with each step.
         limit: largest tolerance of a loss, after any number of steps.
-        kinks: smallest tolerance of a gradient. An activation within round-off of zero may pass through a ReLU in one
-            training, and not in the other. That changes the gradient at once.
+        kinks: smallest tolerance of a gradient. If an activation is zero up to round-off, a ReLU may be active in one
+            run and inactive in the other. Then the gradients differ at once.
 
     Example:
         ```python
@@ -50,25 +50,25 @@ class Tolerance:
     kinks: float
 
     def after(self, step: int) -> float:
-        """Returns the tolerance of the loss of a step. Steps count from 0."""
+        """Returns the tolerance of the loss in a step. The number of the first step is 0."""
         return min(self.limit, self.start * self.growth**step)
 
     def of_outputs(self, step: int) -> float:
-        """Returns the tolerance of a layer's output in a step. Steps count from 0."""
+        """Returns the tolerance of a layer's output in a step. The number of the first step is 0."""
         return _SINGLE_NUMBERS * self.after(step)
 
     def of_gradients(self, step: int) -> float:
-        """Returns the tolerance of the gradients of a step, and of the weights and metrics after it."""
+        """Returns the tolerance of the gradients in a step, and of the weights and metrics after the step."""
         return max(self.of_outputs(step), self.kinks)
 
 
 def tolerance_for(precision: str, optimizer: str) -> Tolerance:
-    """Returns the tolerance for a precision and an optimizer.
+    """Returns the default tolerance for a precision and an optimizer.
 
-    It starts at ten round-offs; in float32 that is 1.2e-6. With SGD, differences grow by about 12% per step: 1e-4 after
-    40 steps. Optimizers such as Adam divide each gradient by its size, so the round-off of tiny gradients counts as
-    much as large gradients. Their differences grow by 23% per step: 1e-5 after 10 steps and 5e-3, the limit, after 40.
-    In float64 the tolerance grows from 2e-8 to 1e-6.
+    The tolerance starts at ten times the round-off of the precision. In float32 this is 1.2e-6. With SGD it grows by
+    12% per step, to 1e-4 after 40 steps. Optimizers such as Adam divide each gradient by its size, so round-off in a
+    tiny gradient has the same effect as in a large gradient. With Adam the tolerance grows by 23% per step: to
+    1e-5 after 10 steps, and to 5e-3, the limit, after 40 steps. In float64 the tolerance grows from 2e-8 to 1e-6.
 
     Args:
         precision: precision of the arithmetic.
@@ -83,16 +83,16 @@ def tolerance_for(precision: str, optimizer: str) -> Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The place where two trainings first diverge. An `Outcome` has it; `str` describes it.
+    """The first place where a training run diverges from its reference. `str(divergence)` describes the place.
 
     Args:
         what: `"initial weights"`, `"samples"`, `"loss"`, `"gradient"`, `"metrics"` or `"final weights"`.
         expected: value in the reference, as text.
-        received: value in the other training, as text.
-        step: number of the step, from 0; None: before the first step, or after the last one.
-        where: name of the variable, the row or the metric.
+        received: value in the other run, as text.
+        step: number of the step, from 0. None: the place is before the first step or after the last step.
+        where: name of the variable or metric, or number of the row.
         difference: relative difference; NaN if the values are not numbers.
-        layer: a text that names the layer or weight where the difference first shows; empty if it was not searched for.
+        layer: a text with the layer or weight that differs first; empty if no layer was searched for.
 
     Example:
         ```python
@@ -132,9 +132,9 @@ class Divergence:
 
 
 def difference(expected: np.ndarray, received: np.ndarray) -> float:
-    """Returns the largest difference of two arrays, relative to their largest absolute value.
+    """Returns the largest difference of two arrays, divided by the largest absolute value in both arrays.
 
-    It is infinite if the shapes differ, or a value is NaN.
+    The result is infinite if the shapes differ, or if a value is NaN or infinite.
     """
     expected, received = np.asarray(expected), np.asarray(received)
     if expected.shape != received.shape:
@@ -149,7 +149,7 @@ def difference(expected: np.ndarray, received: np.ndarray) -> float:
 
 
 def first_divergence(expected: Trace, received: Trace, tolerance: Tolerance) -> Divergence | None:
-    """Returns where two trainings first diverge, in the order of time; None if they agree up to round-off.
+    """Returns the first divergence of two training runs; None if the runs agree within the tolerance.
 
     Initial weights and the indices of the samples must be bitwise equal.
     """
@@ -157,7 +157,7 @@ def first_divergence(expected: Trace, received: Trace, tolerance: Tolerance) -> 
 
 
 def _divergences(expected: Trace, received: Trace, tolerance: Tolerance) -> Iterator[Divergence]:
-    """Yields divergences in the order of time. Only the first one is meaningful, because it causes later ones."""
+    """Yields the divergences of two runs in order of time. The first one causes the later ones."""
     yield from _initial_weights(expected, received)
     num_steps, others = len(expected.losses), len(received.losses)
     for step in range(min(num_steps, others)):
@@ -225,16 +225,17 @@ def _of_weights(what: str, where: str, value: np.ndarray, other: np.ndarray, apa
 
 
 def locate(expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:
-    """Finds the layer or weight where two trainings first differ in their first step.
+    """Finds the layer or weight where two training runs first differ in their first step.
 
     Args:
-        expected: detailed trace of the reference.
-        received: detailed trace of the other training.
+        expected: detailed `Trace` of the reference.
+        received: detailed `Trace` of the other run.
         tolerance: tolerance of outputs and gradients.
 
     Returns:
-        A tuple. First a text that names the layer or weight, empty if the trainings agree in this step. Then whether
-        the difference is certainly a bug: it is in the forward pass, and larger than the round-off of any model.
+        A tuple of a text and a bool. The text names the layer or weight; it is empty if the runs agree in this step.
+        The bool is True if the difference is certainly a bug: a difference in the forward pass that is larger than the
+        round-off of any model.
     """
     largest = ("no layer", 0.0)
     for name, output in expected.outputs.items():

@@ -44,18 +44,18 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training that can run in several ways: the model, the data and the options that stay the same.
+    """The model, the data and the options that training runs on several backends have in common.
 
     Args:
         build_model: a function without arguments that returns a compiled Keras model. Each worker calls it.
-        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
-        steps: number of updates. The training repeats the data as often as needed.
-        batch_size: samples of a global batch.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns this tuple.
+        steps: number of updates. The run repeats the data as often as needed.
+        batch_size: number of samples of a global batch.
         seed: seed of initial weights, sample order and random layers.
         batch_norm: `"sync"`: statistics over the global batch. `"replica"`: over the shard of each replica.
-        class_weight: as for `model.fit`.
+        class_weight: weight of each class, as for `model.fit`.
         device: `"cpu"`, `"gpu"`, `"tpu"` or `"auto"`.
-        compile: as in `kerasdp.Config`; torch only.
+        compile: value of `compile` in `kerasdp.Config`. Only torch uses it.
 
     Example:
         ```python
@@ -90,16 +90,16 @@ class Job:
 
 @dataclasses.dataclass(kw_only=True)
 class Trace:
-    """The record of one training.
+    """The recorded values of one training run.
 
     Args:
-        initial: values of the new model's variables by path, with the seeds of random layers.
+        initial: initial values of the model's variables by path, including the seeds of random layers.
         final: values of the variables after the last step, by path.
         losses: loss of each step, over the global batch.
         gradient_norms: norm of the gradient of each step, over all trainable weights.
-        samples: indices in the data set of the rows of each step.
-        metrics: loss and metrics over all steps. With the prefix `evaluate_`: of an evaluation after the last step,
-            over at most as many batches.
+        samples: for each step, the indices of its samples in the data set.
+        metrics: loss and metrics over all training steps. Names with the prefix `evaluate_` are results of an
+            evaluation after the last step, over at most the same number of batches.
         optimizer: class name of the optimizer.
         outputs: output of each layer, if the trace is detailed.
         gradients: gradient of each trainable weight by path, if the trace is detailed.
@@ -119,16 +119,16 @@ class Trace:
 
 
 def trace(job: Job, way: Way, *, is_detailed: bool = False) -> Trace:
-    """Trains in a new process, and returns the record of the training.
+    """Trains a model in a new process, and returns the recorded values.
 
     Args:
-        job: what to train.
-        way: backend, number of devices and precision.
-        is_detailed: True: trains one step, and records all outputs and gradients.
+        job: model, data and options of the run.
+        way: backend, number of devices and precision of the run.
+        is_detailed: True: only one step is trained, and all outputs and gradients are recorded.
 
     Raises:
-        UserError: if the model cannot be sent to a process, or cannot be trained this way.
-        RunError: if the training failed.
+        UserError: if the model cannot be sent to a process, or cannot be trained on this backend and these devices.
+        RunError: if the run failed.
     """
     start = time.perf_counter()
     job = dataclasses.replace(job, steps=1) if is_detailed else job
@@ -138,16 +138,16 @@ def trace(job: Job, way: Way, *, is_detailed: bool = False) -> Trace:
 
 
 def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(runner, job, *args)` in a run in a new process; returns its result.
+    """Starts a run in a new process, calls `function(runner, job, *args)` in the run, and returns the result.
 
     Args:
-        job: the job.
+        job: model, data and options of the run.
         way: backend, number of devices and precision of the run.
-        function: a function of a module.
-        *args: further arguments.
+        function: a module-level function.
+        *args: further arguments of the function.
 
     Raises:
-        UserError: if the model cannot be sent to a process, or cannot be trained this way.
+        UserError: if the model cannot be sent to a process, or cannot be trained on this backend and these devices.
         RunError: if the run failed.
     """
     return _in_new_process(f"{way}:", _launch, job, {"KERAS_BACKEND": way.backend}, way, function, *args)
@@ -156,7 +156,7 @@ def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
 def _in_new_process(title: str, function: Callable[..., Any], job: Job, variables: dict[str, str], *args: Any) -> Any:
     """Calls `function(job, *args)` in a new process with additional environment variables.
 
-    KERAS_BACKEND must be set before the process imports the user's module, which may import Keras at its top.
+    KERAS_BACKEND must be set before the process imports the user's module, because that module may import Keras.
     """
     with contextlib.ExitStack() as stack:
         build_model = stack.enter_context(sent(job.build_model))
@@ -166,10 +166,10 @@ def _in_new_process(title: str, function: Callable[..., Any], job: Job, variable
 
 
 def plain_losses(job: Job, backend: str) -> np.ndarray:
-    """Returns the losses of `keras.Model.fit` without kerasdp, on one device of a backend, in a new process.
+    """Trains a model with `keras.Model.fit`, without kerasdp, on one device in a new process. Returns the losses.
 
     Raises:
-        RunError: if Keras cannot train the model this way.
+        RunError: if Keras cannot train the model on this backend.
     """
     on_cpu = {"KERAS_TORCH_DEVICE": "cpu", "JAX_PLATFORMS": "cpu"} if job.device == "cpu" else {}
     found: np.ndarray = _in_new_process("Keras:", _fit_plainly, job, {"KERAS_BACKEND": backend} | on_cpu)
@@ -207,7 +207,7 @@ def _launch(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
 
 
 def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
-    """Trains and records the training, in every worker of a run."""
+    """Trains the model of a job in a worker of a run, and returns the recorded values."""
     import keras
 
     from kerasdp.run_state import Detail
@@ -250,7 +250,7 @@ def _train(runner: Any, job: Job, is_detailed: bool) -> Trace:
 
 
 def made(runner: Any, job: Job) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Returns the model of a job, and its inputs, targets and sample weights."""
+    """Builds the model of a job. Returns the model, and a tuple of inputs, targets and sample weights."""
     import keras
 
     data = job.data() if callable(job.data) else job.data
@@ -262,7 +262,7 @@ def made(runner: Any, job: Job) -> tuple[Any, tuple[Any, Any, Any]]:
 
 
 def values_of(variables: list[Any]) -> dict[str, np.ndarray]:
-    """Returns the values of variables by their paths, in order."""
+    """Returns the values of variables, by path of the variable, in the given order."""
     import keras
 
     values: dict[str, np.ndarray] = {}

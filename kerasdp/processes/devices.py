@@ -26,11 +26,11 @@ class Devices:
     """The devices of a run.
 
     Args:
-        kind: `"gpu"`, `"tpu"` or `"cpu"`. With jax also the platform name of a plug-in.
-        count: number of devices over all machines. Each device has one replica. CPU devices are virtual: they share one
-            machine.
-        reason: why the devices are CPU devices: `"no GPU found"` or `"as asked"`. Empty for GPUs and TPUs.
-        cluster: the place of this process among the processes of the run. None: there is only this process.
+        kind: `"gpu"`, `"tpu"`, `"cpu"`, or with jax the platform name of a plug-in.
+        count: number of devices over all machines, with one replica each. CPU devices are virtual: several of them use
+            the same CPU.
+        reason: reason why the devices are CPU devices: `"no GPU found"` or `"as asked"`. Empty for GPUs and TPUs.
+        cluster: the `Cluster` of this process. None: the run has only this process.
     """
 
     kind: str
@@ -52,19 +52,22 @@ class Devices:
 
 
 class AlreadyStartedError(Exception):
-    """This process has already started a framework with other settings. Only a new process can change them."""
+    """Raised if this process has already started a framework with settings that do not fit the run.
+
+    The settings cannot be changed after the start. So the run needs a new process.
+    """
 
 
 def is_installed(package: str) -> bool:
-    """Returns whether a package, such as a backend's framework, can be imported. Imports nothing."""
+    """Returns whether a package, such as a backend's framework, can be imported. Does not import the package."""
     return importlib.util.find_spec(package) is not None
 
 
 def choose_backend(name: str | None) -> str:
     """Returns the backend of the run, without importing Keras.
 
-    The first of these that exists: `name`, the backend of a Keras that is already imported, $KERAS_BACKEND, the backend
-    in keras.json, the first installed backend.
+    The backend is the first of these that is set: `name`, the backend of Keras if Keras is already imported,
+    $KERAS_BACKEND, the backend in keras.json. If none of these is set, it is the first installed backend.
 
     Raises:
         UserError: if the backend is unknown or not installed. The message contains the command that installs it.
@@ -96,7 +99,7 @@ def set_backend(name: str) -> None:
     """Selects the Keras backend for this process and for the processes that it starts.
 
     Raises:
-        AlreadyStartedError: if Keras is already imported with another backend, which cannot be changed.
+        AlreadyStartedError: if Keras is already imported with another backend. Keras cannot change its backend.
     """
     os.environ["KERAS_BACKEND"] = name
     # Warnings and errors of TensorFlow only.
@@ -115,10 +118,10 @@ def _keras_json() -> str:
 
 
 def _backend_of_file() -> str | None:
-    """Returns the backend in keras.json; None if no user chose it.
+    """Returns the backend that the user chose in keras.json; None if the user did not choose a backend.
 
-    Keras (3.15) writes this file at its first import, with the current backend and all defaults. Such a file is
-    ignored: otherwise the second run might use another backend than the first, perhaps one that is not installed.
+    Keras (3.15) writes keras.json at its first import, with all defaults. A file with exactly this content is ignored.
+    Otherwise the second run might use another backend than the first run, even a backend that is not installed.
     """
     try:
         with open(_keras_json()) as file:
@@ -133,22 +136,24 @@ def _backend_of_file() -> str | None:
 def choose_devices(
     config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None, *, is_rank: bool = False
 ) -> Devices:
-    """Returns the devices of the run.
+    """Chooses the kind and the number of the devices of a run.
 
     Args:
-        config: the function reads `backend`, `num_devices`, `device` and what the number of replicas depends on.
-        num_found: number of GPUs, or other accelerators, that the backend sees and this process may use.
+        config: configuration of the run. The function reads `backend`, `num_devices`, `device`, and the options that
+            determine the number of replicas.
+        num_found: number of accelerators, such as GPUs, that the backend sees and this process may use.
         kind: kind of these accelerators, as in `Devices`.
-        cluster: the place of this process among the processes of the run. None: there is only this process.
-        is_rank: True: each process has one device.
+        cluster: the `Cluster` of this process. None: the run has only this process.
+        is_rank: whether each process of the run has exactly one device.
 
     Raises:
-        UserError: if NVIDIA's driver has GPUs and the backend sees no GPU; if there are fewer accelerators than
-            `num_devices`; if `device` asks for accelerators and there are none; if the replicas cannot share a batch.
+        UserError: if the NVIDIA driver has GPUs but the backend sees no GPU; if there are fewer accelerators than
+            `num_devices`; if `device` requires an accelerator and there is none; if the global batch cannot be split
+            over the replicas.
     """
     may_have_gpus = config.backend is not None and config.device in ("auto", "gpu")
     if num_found == 0 and may_have_gpus and (why := hardware.why_unseen(str(config.backend))):
-        raise UserError(f"{why}; --device=cpu trains on virtual CPU devices")
+        raise UserError(f"{why}; or use --device=cpu to train on virtual CPU devices")
     if config.device not in ("auto", "cpu") and num_found == 0:
         raise UserError(
             f"--device={config.device}: this backend sees no {config.device.upper()}; use --device=cpu for virtual CPU "
@@ -163,8 +168,8 @@ def choose_devices(
         count = asked or num_found
         if count > num_found:
             raise UserError(
-                f"--gpus: there {'is' if num_found == 1 else 'are'} {num_found}. Received: {count}; "
-                f"ask for at most {num_found}, or use --device=cpu for virtual CPU devices"
+                f"--gpus: this process can use {num_found} {kind.upper()}{'' if num_found == 1 else 's'}. "
+                f"Received: {count}; ask for at most {num_found}, or use --device=cpu for virtual CPU devices"
             )
         devices = Devices(kind=kind, count=count * num_processes, cluster=cluster)
     config.check_replicas(config.num_replicas(devices.count))
@@ -172,11 +177,12 @@ def choose_devices(
 
 
 def cache_folder(name: str) -> str | None:
-    """Returns a private folder for what a backend compiles; None if there is no safe place.
+    """Returns a private folder for the compiled programs of a backend; None if there is no safe folder.
 
-    The compiled programs in it are executed. So only this user may own the folder, and only this user can write to it.
-    Each kind of CPU has a folder: machines may share a home folder, and a program for one CPU may not run on another.
-    Nothing is deleted there. JAX and torch do not delete files in their caches either.
+    The programs in the folder are executed. So the folder must belong to this user, and nobody else may write to it.
+    Each kind of CPU has a separate folder: machines may share a home folder, and a program that was compiled for one
+    CPU may fail on another. kerasdp deletes nothing in the folder. JAX and torch do not delete files in their caches
+    either.
     """
     try:
         with open("/proc/cpuinfo") as file:

@@ -1,4 +1,4 @@
-"""Turns errors, of devices too, into one-line messages, and finds the line of user code behind them."""
+"""Turns errors of devices and frameworks into one-line messages, and finds the user code that caused an error."""
 
 import inspect
 import os
@@ -14,18 +14,23 @@ _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib
 
 
 def is_of_user(path: str) -> bool:
-    """Returns whether a file is user code: not of a package, the standard library or a compiler's cache."""
+    """Returns whether a file is user code, not part of a package, the standard library or a compiler's cache."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", _KIT)
     return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text; the name of its class if the text is empty."""
+    """Returns the first line of an error's message; the name of the error's class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def in_a_line(error: BaseException, num_places: int) -> str:
-    """Returns an error as one line, with up to `num_places` lines of user code from its traceback, innermost first."""
+    """Returns an error as one line of text, with the places in user code where it was raised.
+
+    Args:
+        error: the error.
+        num_places: largest number of places, such as `train.py:12`, innermost first.
+    """
     # Keras (3.15) writes the arguments after the message.
     text = " ".join(_BOLD.sub("", str(error)).partition("Arguments received")[0].split())
     text = textwrap.shorten(text, 400, placeholder=" ...")
@@ -39,7 +44,7 @@ def in_a_line(error: BaseException, num_places: int) -> str:
 
 
 def calling_line() -> str:
-    """Returns the line of user code that called kerasdp, as `file.py:12`; empty if there is none."""
+    """Returns the place in user code that called kerasdp, such as `file.py:12`; empty if there is no user code."""
     for frame, line in traceback.walk_stack(inspect.currentframe()):
         if is_of_user(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
@@ -48,11 +53,11 @@ def calling_line() -> str:
 
 # Frameworks end in long texts, of which people need a sentence.
 _MEMORY = (
-    "a device has too little memory ({line}); options with the same results: --accumulate=2 (or more), --remat=blocks, "
-    "or on several devices of torch or jax --shard=weights; else use a smaller --batch_size, or --precision=bfloat16; "
-    "nvidia-smi lists other programs that use the memory"
+    "a device has too little memory ({line}); to save memory with the same results, use --accumulate=2 or more, "
+    "--remat=blocks, or --shard=weights (torch or jax on several devices); a smaller --batch_size or "
+    "--precision=bfloat16 also saves memory; nvidia-smi lists other programs that use the memory"
 )
-_SHARED_MEMORY = "NCCL has too little shared memory ({line}): give the container more, as docker run --shm-size=1g"
+_SHARED_MEMORY = "NCCL has too little shared memory ({line}); give the container more: docker run --shm-size=1g"
 _GPU = (
     "a GPU or NCCL failed ({line}); nvidia-smi lists other programs on the GPU; to find the failing line, set "
     "CUDA_LAUNCH_BLOCKING=1 and NCCL_DEBUG=WARN in the environment, or run with --device=cpu"
@@ -71,17 +76,17 @@ _FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow"}
 
 
 def lost_process(error: BaseException) -> WorkerError | None:
-    """Returns a `WorkerError` if an error of Gloo means that another process has ended; None for other errors."""
+    """Returns a `WorkerError` if a Gloo error means that another process has ended; None for all other errors."""
     found = re.search(r"gloo/\S+:\d+\] (.*?)(?:\. |$)", str(error), re.MULTILINE)
     if found is None:
         return None
-    return WorkerError(f"another process of the run has ended ({found[1]}); its output shows the reason")
+    return WorkerError(f"another process of the run has ended ({found[1]}); the output of that process says why")
 
 
 def explained(error: Exception) -> RunError | None:
     """Returns a one-line error for a known failure of a device or a framework; None for all other errors.
 
-    An operation without a deterministic algorithm becomes a `UserError`, because the user asked for determinism.
+    If an operation has no deterministic algorithm, the error is a `UserError`, because the user asked for determinism.
     """
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     text = _BOLD.sub("", str(error))

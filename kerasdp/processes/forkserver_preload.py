@@ -1,8 +1,8 @@
-"""Prepares the server process that worker processes are forked from. The server imports this module first.
+"""Prepares the server process from which worker processes are forked. The server imports this module first.
 
-The server ends with the program that started it, even while it imports a framework. A signal to the process group would
-end the server and its workers. So the server blocks SIGTERM and SIGUSR1, and each forked worker unblocks them. A signal
-that arrived just before the fork then still reaches the worker.
+The server ends when the program that started it ends, even during the import of a framework. A signal to the process
+group would end the server and the workers. So the server blocks SIGTERM and SIGUSR1. Each worker unblocks both signals
+after the fork, so that a signal that arrived just before the fork still reaches the worker.
 """
 
 import os

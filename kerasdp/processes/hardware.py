@@ -1,4 +1,4 @@
-"""Counts NVIDIA GPUs through their driver, and sets how the C library of Linux returns freed memory."""
+"""Counts NVIDIA GPUs through the NVIDIA driver, and sets whether glibc returns freed memory to the system."""
 
 import contextlib
 import ctypes
@@ -7,17 +7,17 @@ import sys
 from collections.abc import Callable, Iterator
 
 _CURES = {
-    "torch": "pip uninstall torch, then pip install 'kerasdp[torch]', which on Linux brings CUDA",
+    "torch": "pip uninstall torch, then pip install 'kerasdp[torch]' (on Linux with CUDA)",
     "jax": "pip install 'kerasdp[jax-cuda]'",
     "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in a separate environment",
 }
 
 
 def num_gpus() -> int:
-    """Returns how many NVIDIA GPUs this process may use; 0 if there is no driver.
+    """Returns the number of NVIDIA GPUs that this process may use; 0 if the NVIDIA driver is not installed.
 
-    The driver reads CUDA_VISIBLE_DEVICES, and numbers the GPUs as jax does. The function makes no CUDA context, so it
-    uses no GPU memory.
+    The driver respects CUDA_VISIBLE_DEVICES, and numbers GPUs in the same order as jax. The function creates no CUDA
+    context, so it uses no GPU memory.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -29,13 +29,13 @@ def num_gpus() -> int:
 
 
 def why_unseen(backend: str) -> str:
-    """Returns advice if NVIDIA's driver has GPUs and the backend sees none; empty if there are no GPUs."""
+    """Returns an error text for a backend that sees no GPU; empty if the NVIDIA driver has no GPU either."""
     count = num_gpus()
     if not count:
         return ""
     return (
-        f"NVIDIA's driver has {count} GPU{'s' if count > 1 else ''}, and {backend} sees none: {_CURES[backend]}, or "
-        "update the driver (docs/accelerators.md)"
+        f"NVIDIA's driver has {count} GPU{'s' if count > 1 else ''}, but {backend} sees none; run {_CURES[backend]}, "
+        "or update the driver (docs/accelerators.md)"
     )
 
 
@@ -53,13 +53,14 @@ _OF_BACKEND = {
 
 
 def keep_memory(backend: str) -> bool:
-    """Makes the C library keep freed memory for the next step; returns whether it does.
+    """Configures glibc, the C library of Linux, to keep freed memory for the next step. Returns whether it succeeded.
 
-    A compiled step frees all its results. glibc (2.36) returns most of that memory to the system, and the next step
-    waits for page faults. A step of a small GPT on torch has 8,000 page faults, a quarter of its time. A step of a
-    small ViT on TensorFlow (2.21) also has 8,000, an eighth of its time; with this function it has 3,000. After this
-    call the heap keeps freed memory, and threads that start later share it. The function changes nothing, and returns
-    False, if the environment already configures glibc, or with another C library.
+    A compiled step frees all its results. glibc (2.36) returns most of this memory to the system, so the next step
+    waits for page faults. On torch a step of a small GPT has 8,000 page faults, which take a quarter of its time. On
+    TensorFlow (2.21) a step of a small ViT has 8,000 page faults, which take an eighth of its time. With this function
+    the ViT has 3,000 page faults per step. With torch, and with jax on the CPU, threads that start later share one
+    heap. The function changes nothing and returns False if the environment already configures glibc, or if the C
+    library is not glibc.
     """
     is_told = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ)
     # XLA compiles for a GPU in a thread per core, and in one arena these wait for each other, as TensorFlow's do: two
@@ -71,7 +72,7 @@ def keep_memory(backend: str) -> bool:
 
 @contextlib.contextmanager
 def kept_memory(backend: str) -> Iterator[None]:
-    """Applies `keep_memory` in a context; on exit, restores the defaults and returns free memory to the system."""
+    """Applies `keep_memory` during the `with` block, then restores the defaults and returns free memory to Linux."""
     is_kept = keep_memory(backend)
     try:
         yield
@@ -93,5 +94,5 @@ def give_memory_back() -> None:
 
 
 def _of_c_library(name: str) -> Callable[..., int] | None:
-    """Returns a function of the C library by name; None if it is missing, or the system is not Linux."""
+    """Returns a function of the C library by name; None if the function is missing, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

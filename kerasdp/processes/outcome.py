@@ -1,6 +1,6 @@
-"""Records how each worker process ended, in one file per process, for the process that started it.
+"""Records how each worker process ended, so that the process that started the worker can read the result or error.
 
-The file is written last and atomically. A process that is killed leaves no file.
+A worker writes one file, atomically, as its last action. A worker that is killed leaves no file.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from kerasdp.errors import RunError, WorkerError
 
 
 class Place(NamedTuple):
-    """The folder where a worker process writes its files, and its number.
+    """The number of a worker process, and the folder where the process writes its files.
 
     Attributes:
-        folder: folder of the run, which only this user can enter.
+        folder: temporary folder of the run, which only this user can access.
         number: number of the process among the workers of this machine.
         num_workers: number of workers of this machine.
     """
@@ -29,13 +29,14 @@ class Place(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a process ended.
+    """The return value or the error of a worker process that has ended.
 
     Attributes:
-        time: time of the end, in seconds of `time.monotonic`.
-        error: the `RunError` or SystemExit that the process raised; None for another error, or no error.
-        frames: the traceback of any error; empty if the function returned.
-        result: the pickled return value.
+        time: value of `time.monotonic` when the process ended.
+        error: the `RunError` or `SystemExit` that the process raised; None if it raised no error, or an error of
+            another class.
+        frames: traceback of the error, as text; empty if the process raised no error.
+        result: the pickled return value; empty if the process raised an error.
     """
 
     time: float
@@ -44,7 +45,11 @@ class Outcome(NamedTuple):
     result: bytes = b""
 
     def as_error(self, words: str) -> BaseException:
-        """Returns the recorded error. Any other class becomes a `WorkerError` with `words` and the traceback."""
+        """Returns `error` if it is set. Otherwise returns a `WorkerError` with the traceback.
+
+        Args:
+            words: name of the process, for the message of the `WorkerError`.
+        """
         return self.error or WorkerError(f"{words} failed\n{self.frames}".rstrip())
 
 
@@ -53,12 +58,12 @@ current: Place | None = None
 
 
 def write_result(result: Any) -> None:
-    """Records the return value of a worker's function."""
+    """Records the return value of the function that this worker ran."""
     _write(Outcome(time.monotonic(), result=pickle.dumps(result)))
 
 
 def write_error(error: BaseException) -> None:
-    """Records the error that ended a worker."""
+    """Records the error that ended this worker."""
     known: RunError | SystemExit | None = None
     if isinstance(error, SystemExit):
         known = SystemExit(error.code if isinstance(error.code, int | None) else str(error.code))
@@ -68,16 +73,16 @@ def write_error(error: BaseException) -> None:
 
 
 def read(place: Place) -> Outcome | None:
-    """Returns how a worker ended; None if it has not ended yet, or left no file."""
+    """Reads the `Outcome` of a worker; returns None if the worker still runs, or has left no file."""
     with contextlib.suppress(FileNotFoundError), open(_path(place), "rb") as file:
         return Outcome(*pickle.load(file))
     return None
 
 
 def how_it_ended(exit_code: int) -> str:
-    """Describes by its exit code how a process ended that left no file."""
+    """Returns a text about a process that left no file, such as "ended with exit code 3"."""
     if exit_code < 0:
-        why = ": is the system short of memory?" if exit_code == -signal.SIGKILL else ""
+        why = "; check whether the system has enough memory" if exit_code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-exit_code).name}{why}"
     return f"ended with exit code {exit_code}" if exit_code else "ended by itself, without an error"
 

@@ -21,14 +21,14 @@ Environment = Mapping[str, str]
 _OF_TASKS = {"srun": ("SLURM_STEP_ID", "SLURM_NTASKS"), "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
 _PAGE = "docs/many-machines.md"
 _PLACES = {
-    "torch": f"torch reads its rank from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; start it with "
-    f"torchrun, which sets them: {_PAGE}",
-    "jax": f"JAX reads its rank from SLURM, Kubernetes, Cloud TPU or JAX_COORDINATOR_ADDRESS: {_PAGE}",
+    "torch": f"torch needs RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment; start the "
+    f"program with torchrun, which sets these variables ({_PAGE})",
+    "jax": f"start it with SLURM, Kubernetes or on Cloud TPU, or set JAX_COORDINATOR_ADDRESS ({_PAGE})",
     "tensorflow": "Keras 3 cannot train on several machines with TensorFlow; use --backend=torch or jax",
 }
 ALIKE = (
-    "all ranks take part in fit, evaluate and predict: call them on every rank, in the same order; put only prints and "
-    "files under `if runner.is_chief:`"
+    "call fit, evaluate and predict on every rank, in the same order; under `if runner.is_chief:` put only code that "
+    "prints or writes files"
 )
 # Samples of the same data on two ranks may differ by round-off.
 _TOLERANCE = 1e-4
@@ -36,13 +36,13 @@ _TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The place of this process among the processes of a run.
+    """The rank of this process, and the number of processes of the run.
 
     Args:
-        source: the launcher that the process was started by: `"torchrun"`, `"slurm"`, ...
+        source: launcher that started the process: `"torchrun"`, `"slurm"`, ...
         num_processes: number of processes of the run.
-        process: number of this process, from 0.
-        local_process: number of this process on its machine.
+        process: rank of this process, from 0.
+        local_process: rank of this process among the processes on the same machine.
     """
 
     source: str
@@ -52,10 +52,12 @@ class Cluster:
 
 
 def find_ranks(backend: str, environment: Environment = os.environ) -> Cluster | None:
-    """Finds this process's torch rank in the environment that torchrun or another launcher sets; None if it is alone.
+    """Returns the torch rank of this process, from environment variables; None if the run has only one process.
+
+    torchrun and other launchers set these variables.
 
     Raises:
-        UserError: if several processes were started, but each of them would train alone.
+        UserError: if a launcher started several processes, but each process would train alone.
     """
     if has_ranks := "RANK" in environment and "WORLD_SIZE" in environment:
         source = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK and WORLD_SIZE"
@@ -87,19 +89,20 @@ class Scatter(Protocol):
     num_processes: int
 
     def __call__(self, values: list[Any], number: int) -> Any:
-        """Returns the value that rank 0 has for this process.
+        """Returns the value that rank 0 sends to this process.
 
-        All processes call it, in any thread. They make the calls of one sequence in the same order. On rank 0 it
-        returns after all other ranks have received their values.
+        All processes must make the call, in any thread. On rank 0 the call returns after all other ranks have received
+        their values.
 
         Args:
-            values: on rank 0, one value per rank. Ignored on other ranks.
-            number: number of the sequence to which the call belongs. Sequences are independent of each other.
+            values: on rank 0, one value per rank. Other ranks ignore this argument.
+            number: number of the sequence to which the call belongs. All ranks make the calls of a sequence in the same
+                order. Different sequences are independent of each other.
         """
 
 
 class Processes(Protocol):
-    """Collective operations between the processes of a run: each rank makes the same calls, in the same order.
+    """Collective operations between the processes of a run. Each rank must make the same calls in the same order.
 
     Attributes:
         rank: number of this process, from 0.
@@ -113,13 +116,16 @@ class Processes(Protocol):
         """Returns the values of all processes, in the order of the ranks."""
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """Returns the maximum over the ranks of the numbers in the previous call. The delay avoids waiting."""
+        """Returns the maximum over all ranks of the `number` that each rank passed in the previous call.
+
+        The result is one call late, so that ranks do not wait for each other.
+        """
 
     def any_rank(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank."""
+        """Returns whether `flag` is True on at least one rank."""
 
     def open_scatter(self) -> Scatter | None:
-        """Returns a scatter whose messages do not mix with other messages; None if there is only one process."""
+        """Returns a `Scatter` with a separate channel for its messages; None if the run has only one process."""
 
 
 def meet(processes: Processes, name: str = "", arguments: dict[str, Any] | None = None) -> None:
@@ -127,11 +133,11 @@ def meet(processes: Processes, name: str = "", arguments: dict[str, Any] | None 
 
     Args:
         processes: the processes of the run.
-        name: name of the call, as users write it. Empty: the end of the training function.
-        arguments: descriptions of the arguments, as in `unlike`.
+        name: name of the call, such as `fit`. Empty: the end of the training function.
+        arguments: descriptions of the arguments of the call, by name. See `unlike`.
 
     Raises:
-        UserError: if the ranks made different calls. All ranks raise the same error.
+        UserError: if the calls or their arguments differ between ranks. All ranks raise the same error.
     """
     if processes.num_processes == 1:
         return
@@ -151,7 +157,7 @@ def meet(processes: Processes, name: str = "", arguments: dict[str, Any] | None 
 
 
 def require_same(processes: Processes, config: Config) -> None:
-    """Raises the same `UserError` on all processes if a flag or a package version differs between them."""
+    """Raises a `UserError` on all processes if a flag or a package version differs between two processes."""
     used = ("python", "kerasdp", "keras", "numpy", config.backend)
     fields = config.as_dict()
     choices = {f"--{each.flag}": fields[name] for name, each in choices_of(Config).items() if not each.of_host}
@@ -161,7 +167,7 @@ def require_same(processes: Processes, config: Config) -> None:
 
 @contextlib.contextmanager
 def ending_alike(processes: Processes) -> Iterator[None]:
-    """Waits for all other ranks at the end of the training function."""
+    """Waits at the end of the `with` block until all ranks have ended the training function."""
     try:
         yield
     except SystemExit as end:
@@ -172,30 +178,31 @@ def ending_alike(processes: Processes) -> Iterator[None]:
 
 
 def unlike(one: dict[str, Any], other: dict[str, Any], first: str, second: str) -> UserError | None:
-    """Returns an error if two ranks made different calls, or passed different arguments; None if they agree.
+    """Returns an error if two ranks made different calls, or passed different arguments; None otherwise.
 
     Args:
-        one: the call of one rank: `name`, `line` and `arguments`. Each argument is `{"shown": text}`. Data also has a
-            `sample`, a number from -1 to 1 that changes with the values.
-        other: the call of the other rank.
-        first: name of the first rank, for the message.
-        second: name of the second rank.
+        one: description of the call of the first rank, with the keys `name`, `line` and `arguments`. Each argument is
+            described as `{"shown": text}`. For data the key `sample` has a number from -1 to 1 that depends on the
+            values.
+        other: description of the call of the second rank, with the same keys.
+        first: name of the first rank, for the error message.
+        second: name of the second rank, for the error message.
     """
     if one["name"] != other["name"]:
         words = [
             f"calls {meeting['name']} ({meeting['line']})" if meeting["name"] else "has ended the training function"
             for meeting in (one, other)
         ]
-        return UserError(f"the ranks do different things: {first} {words[0]}, {second} {words[1]}: {ALIKE}")
+        return UserError(f"the ranks do different things: {first} {words[0]}, {second} {words[1]}; {ALIKE}")
     for name in dict.fromkeys([*one["arguments"], *other["arguments"]]):
         given = [each["arguments"].get(name, {}) for each in (one, other)]
         texts = [each.get("shown", "nothing") for each in given]
         if given[0].get("shown") == given[1].get("shown"):
             if math.isclose(*(each.get("sample") or 0.0 for each in given), rel_tol=0, abs_tol=_TOLERANCE):
                 continue
-            texts = [f"{texts[0]} with some values", "other values"]
+            texts = [texts[0], "other values in the same shape"]
         is_data = "sample" in (given[0] or given[1])
-        cure = "each rank selects its rows of the global batch: pass the same data on every rank, and seed random code"
+        cure = "pass the same data on every rank, and seed random code: each rank selects its rows of the global batch"
         return UserError(
             f"{one['name']} ({one['line']}): expected the same {name} on all ranks. Received: {texts[0]} on {first}, "
             f"{texts[1]} on {second}; {cure if is_data else 'pass the same value on every rank'}"

@@ -1,8 +1,8 @@
-"""Sends functions to worker processes, and sends their results back.
+"""Sends functions to worker processes, and sends return values back to the process that started the workers.
 
-A function in a module that workers can import is sent by its name. Any other function is sent as code by cloudpickle,
-with the values of the variables that it refers to. So no worker runs the user's script or notebook. If a result cannot
-be sent back, its models are saved to files, so that no training is lost.
+A function is sent by its name if workers can import its module. cloudpickle sends any other function as code, with the
+values of the variables that the function refers to. So workers do not run the user's script or notebook. If a return
+value cannot be sent, the models in it are saved to files, so that no trained weights are lost.
 """
 
 import contextlib
@@ -36,23 +36,26 @@ _SETTINGS = ("image_data_format", "epsilon")
 
 
 class SentFunction:
-    """A pickled function for worker processes. Later changes of the objects that it refers to have no effect on it.
+    """A pickled function that worker processes can call.
+
+    The pickle contains copies of the objects that the function refers to. So later changes of these objects have no
+    effect.
 
     Args:
-        pickled: the pickled function, without its arrays.
-        path: path of a file with the arrays. All workers map it into their memory.
-        places: begin and end of each array in the file, in bytes.
+        pickled: the pickled function, without the values of its arrays.
+        path: path of a file with the values of the arrays. All workers map this file into memory.
+        places: start and end of each array in the file, in bytes.
     """
 
     def __init__(self, pickled: bytes, path: str, places: list[tuple[int, int]]):
         self._pickled, self._path, self._places = pickled, path, places
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, in a worker."""
+        """Unpickles the function in a worker, and calls it."""
         return self.received()(*args, **kwargs)
 
     def received(self) -> Callable[..., Any]:
-        """Returns the function, in a worker. Imports the modules that it refers to, perhaps Keras."""
+        """Unpickles the function in a worker. Imports the modules that the function refers to, such as Keras."""
         with open(self._path, "rb") as file:  # a page becomes the process's own where it is written to
             arrays = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         buffers = [arrays[begin:end] for begin, end in self._places]
@@ -74,13 +77,13 @@ class SentFunction:
 
 @contextlib.contextmanager
 def sent(function: Callable[..., Any]) -> Iterator[SentFunction]:
-    """Pickles a function for processes that start within the context.
+    """Pickles a function for processes that start within the `with` block.
 
     Args:
-        function: any function, also a nested one or a lambda.
+        function: any function, including a nested function or a lambda.
 
     Raises:
-        UserError: if the function refers to an object that cannot be sent. The message names the object.
+        UserError: if the function refers to an object that cannot be pickled. The message names the object.
     """
     content, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = _FunctionPickler(content, buffer_callback=buffers.append)
@@ -102,15 +105,18 @@ def sent(function: Callable[..., Any]) -> Iterator[SentFunction]:
 
 
 def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
-    """Returns the state of this process that functions and classes sent as code need in a worker.
+    """Returns the state of this process that a worker needs to run functions and classes that are sent as code.
+
+    Args:
+        by_code: functions and classes that are sent as code.
 
     Returns:
         A tuple of five dictionaries:
-        - objects of `__main__` that `pickle`, or processes started by user code, look up there
+        - objects of `__main__` that `pickle`, or a process started by user code, looks up by name
         - source lines of code without a file, such as notebook cells, for tracebacks and `inspect.getsource`
-        - settings of Keras
-        - classes registered in Keras, by their registered names
-        - values of absl flags
+        - values of Keras settings, such as `epsilon`, by name
+        - custom classes that are registered in Keras, by their registered names
+        - values of absl flags, by name of the flag
     """
     main: Any = sys.modules["__main__"]
     of_main = {name: value for name, value in vars(main).items() if any(value is kind for kind in by_code)}
@@ -133,7 +139,7 @@ def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _set_flags(values: dict[str, Any]) -> None:
-    """Sets absl flags in a worker to the values of the command line. The worker has no command line."""
+    """Defines and sets absl flags in a worker. `values` come from the command line of the program, by flag name."""
     if not values:
         return
     from absl import flags
@@ -149,7 +155,7 @@ class _Pickler(cloudpickle.Pickler):
     """Pickles layers and models together with their custom classes, and a `History` without its model."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how to pickle an object. See `pickle.Pickler.reducer_override`."""
+        """Returns the pickle reduction of an object. See `pickle.Pickler.reducer_override`."""
         keras: Any = sys.modules.get("keras")
         if keras is not None and isinstance(obj, keras.callbacks.History):
             alone = copy.copy(obj)
@@ -165,7 +171,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _make_layer(classes: dict[str, Any], make: Callable[[io.BytesIO], Any], file: io.BytesIO) -> Any:
-    """Loads a layer or a model from a `.keras` file. `classes` has its custom classes by name."""
+    """Loads a layer or a model from a `.keras` file. `classes` are the custom classes in the file, by name."""
     with sys.modules["keras"].saving.custom_object_scope(classes):
         return make(file)
 
@@ -182,7 +188,7 @@ class _FunctionPickler(_Pickler):
         self.by_code: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how to pickle an object. See `pickle.Pickler.reducer_override`."""
+        """Returns the pickle reduction of an object. See `pickle.Pickler.reducer_override`."""
         if isinstance(obj, (types.FunctionType, type)):
             module = sys.modules.get(obj.__module__)
             # What `runpy`, or another `multiprocessing`, runs by a name that no worker can import.
@@ -210,11 +216,15 @@ class _FunctionPickler(_Pickler):
 
 
 class _MadeBeforeError(Exception):
-    """The function refers to a Keras object with variables that were made in this process."""
+    """Raised if a function refers to a Keras object that already has variables in this process."""
 
 
 def _place_in_file(array: Any) -> tuple[Any, ...] | None:
-    """Returns arguments that open an `np.memmap`, or a slice of one, again; None if the array must be copied."""
+    """Returns arguments of `np.memmap` that map an array from its file again; None if the array must be copied.
+
+    Args:
+        array: an `np.memmap`, or a slice of an `np.memmap`.
+    """
     whole = array
     while isinstance(whole.base, type(array)):
         whole = whole.base
@@ -225,10 +235,12 @@ def _place_in_file(array: Any) -> tuple[Any, ...] | None:
 
 
 def _without_tensorflow_for(pickled: bytes | None = None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Keras does not import TensorFlow to serialize a layer.
+    """Returns a context manager that prevents Keras from importing TensorFlow when it saves or loads a layer.
+
+    The context manager does nothing if Keras is not used.
 
     Args:
-        pickled: the data to load. None: an object will be pickled. The context has no effect if Keras is not used.
+        pickled: the data that will be unpickled. None: an object will be pickled.
     """
     if "keras" not in sys.modules if pickled is None else _OF_KERAS not in pickled:
         return contextlib.nullcontext()
@@ -238,17 +250,22 @@ def _without_tensorflow_for(pickled: bytes | None = None) -> contextlib.Abstract
 
 
 def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
-    """Returns a message that names the variable that cannot be sent. `error` comes from pickling the function."""
+    """Returns an error message that names the variable that cannot be sent.
+
+    Args:
+        function: the function that cannot be pickled.
+        error: the error that pickling the function raised.
+    """
     name = name_of(function)
     holder, variable, value, reason = _find_unsendable(function, set()) or ("", "", None, error)
     if isinstance(reason, _MadeBeforeError):
         return (
             f"{variable or 'a model, an optimizer or a metric'}, which {holder or name} refers to, was made before "
             "kerasdp.launch: make (or load) the model, the optimizer and the metrics in the function that launch "
-            "calls, for the run's devices and seed"
+            "calls, so that they use the devices and the seed of the run"
         )
     if not variable:
-        return f"{name} cannot be sent to worker processes ({first_line(error)}): create the objects that it uses in it"
+        return f"{name} cannot be sent to worker processes ({first_line(error)}); create the objects it uses inside it"
     return (
         f"{variable}, which {holder} refers to, is a {type(value).__name__} and cannot be sent to worker processes "
         f"({first_line(reason)}): create it in {name}, from numbers, arrays or paths"
@@ -256,7 +273,12 @@ def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
 
 
 def _find_unsendable(function: Any, seen: set[int]) -> tuple[str, str, Any, Exception] | None:
-    """Finds the variable that cannot be sent: returns the function that uses it, its name, its value and the error."""
+    """Finds a variable that cannot be pickled, among the variables that a function refers to.
+
+    Returns:
+        A tuple: the name of the function that uses the variable, the name and the value of the variable, and the error
+            that pickling raised. None if all variables can be pickled.
+    """
     seen.add(id(function))
     for name, value in _references_of(function).items():
         if id(value) in seen:
@@ -269,7 +291,7 @@ def _find_unsendable(function: Any, seen: set[int]) -> tuple[str, str, Any, Exce
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns the name of a function for messages."""
+    """Returns the name of a function, as error messages show it."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     name = getattr(function, "__name__", type(function).__name__)
@@ -277,7 +299,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def tf_data_of(function: Callable[..., Any]) -> str | None:
-    """Returns the name of a variable of a function that is a `tf.data.Dataset`; None if there is no such variable."""
+    """Returns the name of a `tf.data.Dataset` that a function refers to; None if it refers to no `tf.data.Dataset`."""
     for name, value in _references_of(function).items():
         if type(value).__module__.startswith("tensorflow.") and hasattr(value, "cardinality"):
             return name
@@ -285,7 +307,7 @@ def tf_data_of(function: Callable[..., Any]) -> str | None:
 
 
 def _references_of(function: Any) -> dict[str, Any]:
-    """Returns the variables that a function refers to, by name."""
+    """Returns the values that a function refers to, by name: global variables, closures, arguments of `partial`."""
     if isinstance(function, functools.partial):
         arguments = {f"argument {number}": value for number, value in enumerate(function.args)}
         return _references_of(function.func) | function.keywords | arguments
@@ -303,7 +325,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def _globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the global variables that a function, and code nested in it, load."""
+    """Returns the global variables that a function and the code nested in the function use, by name."""
     codes, found = [function.__code__], dict[str, Any]()
     for code in codes:
         codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
@@ -319,11 +341,11 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def not_run_again() -> Iterator[None]:
-    """Prevents processes that `multiprocessing` spawns within the context from running the user's script again.
+    """Prevents processes that are spawned within the `with` block from running the user's script again.
 
-    A spawned process first runs the file of its parent's `__main__`, or the module that `__main__.__spec__` names.
-    Python makes an exception for a package's `__main__.py`, which has no guard (CPython 3.11 to 3.14,
-    multiprocessing/spawn.py). So this context gives the script the module name of a `__main__.py`.
+    A process that `multiprocessing` spawns first runs the main script of its parent process. An exception is the
+    `__main__.py` of a package, which has no `if __name__ == "__main__"` (CPython 3.11 to 3.14,
+    multiprocessing/spawn.py). So this context manager makes the main script look like a `__main__.py`.
     """
     main: Any = sys.modules["__main__"]
     with _lock:
@@ -338,11 +360,12 @@ class SentResult:
     """The pickled return value of a function, for the process that started the workers.
 
     Args:
-        result: the value.
-        folder: folder where the models in the value are saved if it cannot be sent. None: the current folder.
+        result: the return value.
+        folder: folder for the models in the value, which are saved if the value cannot be pickled. None: the current
+            folder.
 
     Raises:
-        UserError: if the value cannot be sent. The message names the files.
+        UserError: if the value cannot be pickled. The message names the files of the saved models.
     """
 
     def __init__(self, result: Any, folder: str | None = None):
@@ -356,31 +379,38 @@ class SentResult:
         self._pickled = content.getvalue()
 
     def received(self) -> Any:
-        """Returns the value, in the process that started the workers.
+        """Unpickles and returns the value, in the process that started the workers.
 
         Raises:
-            UserError: if it cannot be unpickled there.
+            UserError: if the value cannot be unpickled in this process.
         """
         try:
             with _without_tensorflow_for(self._pickled):
                 return pickle.loads(self._pickled)
         except Exception as error:
             without_models = _WithoutModels(io.BytesIO(self._pickled)).load()
-            raise _unsent(without_models, error, "which cannot be made in this process", self._folder) from error
+            raise _unsent(without_models, error, "which cannot be unpickled in this process", self._folder) from error
 
 
 class _WithoutModels(pickle.Unpickler):
-    """Unpickles a result with the bytes of `.keras` files instead of models."""
+    """Unpickles a return value, and replaces each model in the value by the bytes of its `.keras` file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the class or function with a name. See `pickle.Unpickler.find_class`."""
+        """Returns a class or function by its name. See `pickle.Unpickler.find_class`."""
         if (module, name) == (__name__, _make_layer.__name__):
             return lambda classes, make, file: file
         return super().find_class(module, name)
 
 
 def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError:
-    """Saves the models of a result in a new folder, and returns the error that names the files and the reason."""
+    """Saves the models in a return value to files, and returns an error with the file names and the reason.
+
+    Args:
+        result: the return value that cannot be sent.
+        error: the error that pickling or unpickling raised.
+        words: a relative clause about the value, such as "which cannot be sent".
+        folder: folder in which a new folder for the files is created.
+    """
     keras: Any = sys.modules["keras"]
     models = [part for part in keras.tree.flatten(result) if isinstance(part, (io.BytesIO, keras.Model))]
     new = tempfile.mkdtemp(prefix="returned-", dir=folder) if models else ""
@@ -393,9 +423,12 @@ def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError
 
 
 def _save(model: Any, stem: str) -> str:
-    """Saves a model's weights, or the bytes of its `.keras` file; returns the path.
+    """Saves a model to a file, and returns the path of the file.
 
-    Of a model it saves only weights, because its class may have no `get_config`.
+    Args:
+        model: the bytes of a `.keras` file; or a model, whose weights alone are saved, because its class may have no
+            `get_config`.
+        stem: path of the file, without its ending.
     """
     if isinstance(model, io.BytesIO):
         with open(path := f"{stem}.keras", "wb") as file:

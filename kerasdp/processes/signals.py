@@ -1,8 +1,8 @@
-"""Handles the signals that ask a run to end.
+"""Handles the signals that stop a run: SIGTERM, SIGUSR1 and SIGINT.
 
-Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away. A terminal sends SIGINT at Ctrl-C. A run
-with checkpoints notes the first signal, finishes its step, saves a checkpoint and ends. A second signal ends it at
-once. A run without checkpoints ends at the first signal.
+Schedulers send SIGTERM or SIGUSR1 some time before they stop a job. A terminal sends SIGINT at Ctrl-C. After the first
+signal, a run with checkpoints finishes the current step, saves a checkpoint and ends. A second signal ends the run
+immediately. A run without checkpoints ends at the first signal.
 """
 
 import _thread
@@ -49,7 +49,10 @@ def _within(context: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[None]:
-    """Notes the signals that arrive within the context. Has no effect if nested, or outside the main thread."""
+    """Records the signals that arrive within the `with` block.
+
+    The context manager has no effect inside another context manager of this module, or outside the main thread.
+    """
     if _context or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -72,13 +75,13 @@ def noticed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
-    """Passes signals on to worker processes within the context, and continues to wait for them.
+    """Forwards signals to worker processes within the `with` block, while this process waits for the workers.
 
-    Ctrl-C is passed on as SIGUSR1. Workers ignore SIGINT, because a terminal also sends it to each of them. A second
-    signal ends the wait.
+    Ctrl-C is forwarded as SIGUSR1. Workers ignore SIGINT, because a terminal also sends SIGINT to each worker. After
+    the first signal, this process still waits for the workers. A second signal ends the wait.
 
     Args:
-        processes: function that returns the living workers. Each has a `pid`.
+        processes: function that returns the workers that are still running. Each worker has a `pid`.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, even if the workers saved a checkpoint.
@@ -116,17 +119,17 @@ def _seconds_of_one(number: int) -> float:
 
 
 def _is_copy(number: int) -> bool:
-    """Returns whether a signal is a copy of one that was noted a moment ago."""
+    """Returns whether a signal is a duplicate of a signal that was recorded a moment ago."""
     last, _handled[number] = _handled.get(number, 0.0), time.monotonic()
     return number in _noted and _handled[number] - last < _seconds_of_one(number)
 
 
 @contextlib.contextmanager
 def delayed() -> Iterator[None]:
-    """Delays signals that arrive within the context until its end. For short actions that nothing may interrupt.
+    """Delays signals that arrive within the `with` block until the end of the block.
 
-    One such action is the import of a framework. An exception that passes through the native code of an import ends the
-    process with SIGABRT (nanobind in jaxlib 0.10.2).
+    Use it for short actions that must not be interrupted, such as the import of a framework. An exception that passes
+    through the native code of an import ends the process with SIGABRT (nanobind in jaxlib 0.10.2).
     """
     arrived: list[int] = []
     try:
@@ -138,17 +141,23 @@ def delayed() -> Iterator[None]:
 
 
 def awaited() -> contextlib.AbstractContextManager[None]:
-    """Marks a `fit` with checkpoints, which checks `noted` after each step."""
+    """Marks the `with` block as a `fit` with checkpoints, which calls `noted` after each step.
+
+    Within the block, the handler of the first signal raises no exception. `fit` saves a checkpoint and ends the run.
+    """
     return _within("awaited")
 
 
 def noted() -> signal.Signals | None:
-    """Returns the first signal that arrived; None if there was no signal."""
+    """Returns the first signal that was recorded; None if no signal has arrived."""
     return signal.Signals(_noted[0]) if _noted else None
 
 
 def leave_if_asked() -> None:
-    """Ends the run if a signal should already have ended it. User code may have caught the signal's exception."""
+    """Ends the run if an earlier signal should have ended it.
+
+    The run may still continue, because user code can catch the exception that the signal handler raised.
+    """
     if _noted and (_context != "awaited" or INTERRUPT in _noted[1:]):
         raise _ending(_noted[-1])
 
@@ -184,10 +193,10 @@ def _handlers(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> 
 
 @contextlib.contextmanager
 def _raised_again() -> Iterator[None]:
-    """Raises the exception of a signal handler again if Python lost it.
+    """Sends a signal again if Python has discarded the exception that the signal handler raised.
 
-    Python cannot propagate an exception from `__del__`, from callbacks of the garbage collector (jax 0.10.2 has one)
-    and from callbacks of weak references. It calls `sys.unraisablehook` there.
+    Python discards exceptions in `__del__`, in callbacks of the garbage collector (jax 0.10.2 has one), and in
+    callbacks of weak references. For each discarded exception Python calls `sys.unraisablehook`.
     """
     kept = sys.unraisablehook
 
@@ -213,7 +222,7 @@ def _send_again(number: int) -> None:
 
 @contextlib.contextmanager
 def _arrivals(numbers: Collection[int]) -> Iterator[None]:
-    """Ends this process soon after a second signal, even if native code keeps Python from calling the handler."""
+    """Ends this process shortly after a second signal, even if native code prevents Python from calling the handler."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -226,7 +235,12 @@ def _arrivals(numbers: Collection[int]) -> Iterator[None]:
 
 
 def _watch(reader: int, numbers: Collection[int]) -> None:
-    """Watches for signals, in a thread. `numbers` are the signals to watch for."""
+    """Reads the signals of this process from a pipe, in a thread, and ends the process after a second signal.
+
+    Args:
+        reader: file descriptor of the pipe, to which Python writes the number of each signal.
+        numbers: signals that can end the process. Other signals are ignored.
+    """
     arrived: dict[int, float] = {}  # when each arrived last
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
@@ -247,19 +261,23 @@ def _watch(reader: int, numbers: Collection[int]) -> None:
 
 
 def _leave(number: int, arrived: float) -> None:
-    """Ends this process after a second signal, unless it is Ctrl-C and the handler was called: the handler raises."""
+    """Ends this process after a second signal.
+
+    If the signal is Ctrl-C and Python has called the handler, the process does not end here: the handler has raised an
+    exception.
+    """
     time.sleep(_SECONDS_TO_LEAVE)
     if number == INTERRUPT and _handled.get(number, 0.0) >= arrived:
         return
     if number not in _noted:
         name = signal.Signals(number).name
-        sys.stderr.write(f"error: ended by {name}: the main thread waits in native code, and could not handle it\n")
+        sys.stderr.write(f"error: ended by {name}: the main thread waits in native code and cannot handle the signal\n")
         sys.stderr.flush()
     os._exit(128 + number)
 
 
 def _forget() -> None:
-    """Separates a forked process from its parent's signals, and from the pipe that reports them."""
+    """Resets the recorded signals in a forked process, and disconnects it from the signal pipe of its parent."""
     global _context
     _noted.clear()
     _raised.clear()

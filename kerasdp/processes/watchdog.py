@@ -1,6 +1,7 @@
-"""Detects a run that makes no progress, and reports where each of its processes stands.
+"""Detects a run that makes no progress, and reports which line of code each of its processes executes.
 
-A process that waits in native code may block Python's interpreter. So `faulthandler` writes its stack, in C.
+A process that waits in native code may block Python's interpreter. So `faulthandler`, which is written in C, writes the
+stack of the process.
 """
 
 import contextlib
@@ -30,18 +31,18 @@ _file: Any = None
 
 
 class Watchdog:
-    """Makes this process write its stack if it makes no progress for some time.
+    """Writes the stack of this process if the process makes no progress for a given time.
 
     Attributes:
-        seconds_to_compile: estimated time of a compilation; None if unknown.
+        seconds_to_compile: estimated time of a compilation, in seconds; None if unknown.
     """
 
     def __init__(self, timeout: float | None = None, compiler: str = ""):
-        """Sets no timer yet: user code may run for any time before the first `fit`.
+        """Creates a watchdog whose timer does not run yet. User code may run for any time before the first `fit`.
 
         Args:
-            timeout: seconds without progress after which the stack is written; None: never.
-            compiler: name of the compiler, for a message that a compilation takes long. Empty: no message.
+            timeout: seconds without progress after which the process writes its stack. None: it never does.
+            compiler: name of the compiler, for the message that a compilation takes long. Empty: no message is printed.
         """
         self._timeout, self._compiler = timeout, compiler
         self.seconds_to_compile: float | None = None
@@ -52,7 +53,11 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self, seconds: float | None = None) -> Iterator[None]:
-        """Sets the timer for a call or one of its steps. `seconds` is its time limit; None: the timeout."""
+        """Runs the timer during the `with` block, and then restores the previous state of the timer.
+
+        Args:
+            seconds: time limit of the block. None: the timeout of the watchdog.
+        """
         if self._timeout is None or threading.get_ident() != self._thread:
             yield
             return
@@ -65,7 +70,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Marks code that builds, traces or compiles, which may take long."""
+        """Allows at least one hour for the code in the `with` block, which may build, trace or compile a model.
+
+        If the watchdog has the name of a compiler, the watchdog prints a message after five seconds.
+        """
         telling = threading.Timer(_SECONDS_TO_SAY_SO, self._say_that_it_compiles)
         telling.daemon = True
         if self._compiler:
@@ -77,9 +85,12 @@ class Watchdog:
             telling.cancel()
 
     def step_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a model's step function so that the watchdog times each call. The first call with a shape may compile.
+        """Wraps a model's step function so that the watchdog limits the time of each call.
 
-        The first argument of `function` is a batch or a list of batches.
+        The first call with new input shapes may compile, so it gets the longer time limit of `compiling`.
+
+        Args:
+            function: step function. Its first argument is a batch or a list of batches.
         """
 
         def call(data: Any, *args: Any) -> Any:
@@ -113,7 +124,7 @@ current = Watchdog()
 
 
 def shapes_of(data: Any) -> Any:
-    """Returns the shapes of the tensors in a nested structure."""
+    """Returns the shapes of the tensors in a nested structure, as nested tuples."""
     if isinstance(data, dict):
         return tuple(map(shapes_of, data.values()))
     if isinstance(data, (list, tuple)):
@@ -122,14 +133,14 @@ def shapes_of(data: Any) -> Any:
 
 
 def begin(place: Place) -> None:
-    """Makes this worker write its stack when it gets `SIGNAL`, and when its timer expires."""
+    """Makes this worker process write its stack to a file on `SIGNAL`, and when its watchdog timer expires."""
     global _file
     _file = open(_path(place), "w")  # noqa: SIM115  # open for as long as the process lives
     faulthandler.register(SIGNAL, file=_file)
 
 
 def read_stack(place: Place) -> str:
-    """Returns the stack that a worker has written; empty if it has not written one."""
+    """Returns the stack that a worker has written; an empty string if the worker has not written a stack."""
     try:
         with open(_path(place)) as file:
             return file.read()
@@ -138,17 +149,19 @@ def read_stack(place: Place) -> str:
 
 
 def seconds_without_a_move(place: Place) -> int:
-    """Returns the timeout of a worker whose timer has expired, in seconds; 0 if it has not expired."""
+    """Returns the timeout of a worker, in seconds, if its watchdog timer has expired. Otherwise returns 0."""
     found = re.match(r"Timeout \((\d+):(\d+):(\d+)", read_stack(place))
     hours, minutes, seconds = map(int, found.groups() if found else (0, 0, 0))
     return 3600 * hours + 60 * minutes + seconds
 
 
 def describe_stacks(stacks: Mapping[str, str]) -> str:
-    """Returns one line that says where each process stands: the innermost line of user code in its main thread.
+    """Returns a text with the line of user code that each process executes.
+
+    The text names the innermost line of user code in the main thread. If there is none, it names the innermost line.
 
     Args:
-        stacks: results of `read_stack` by the name of the process. In each the main thread is last.
+        stacks: results of `read_stack`, by name of the process. The main thread is the last thread of each stack.
     """
     words = []
     for name, text in stacks.items():

@@ -1,4 +1,4 @@
-"""Runs a function in worker processes of this machine, watches them, and finds the error that ended them."""
+"""Runs a function in worker processes on this machine, and returns the result or raises the first error."""
 
 import contextlib
 import ctypes
@@ -37,18 +37,18 @@ _OF_IMPORTS = ("KERAS_", "CUDA_", "PYTHON", "LD_")
 
 
 def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., Any]) -> Any:
-    """Runs `work(settings, train)` in a new process, and restarts it after a failure if `max_restarts` allows it.
+    """Runs `work(settings, train)` in a new process, and restarts the process after a failure.
 
     Args:
         work: function that runs the workers.
-        settings: the function reads `max_restarts`.
-        train: the user-defined function.
+        settings: settings of the run. `supervise` reads `max_restarts`, and sets `resume` for a restart.
+        train: the user-defined training function.
 
     Returns:
         The result of `work`.
 
     Raises:
-        WorkerError: if a worker died or made no progress, and no restart is left.
+        WorkerError: if a worker died or made no progress, after `max_restarts` restarts.
     """
     for restart in range(1, settings.max_restarts + 2):
         try:
@@ -70,21 +70,22 @@ def run_workers(
     variables: Callable[[int], Mapping[str, str]] = lambda number: {},
     preload: list[str] | None = None,
 ) -> Any:
-    """Calls a function in several new processes, watches them, and returns the result of the first process.
+    """Calls a function in one or more new processes, monitors the processes, and returns the result of the first one.
 
     Args:
-        function: a function of a module.
-        args: its arguments. Functions among them may be defined anywhere.
-        names: a name for each process, for error messages.
-        variables: returns additional environment variables of a process, by its number.
-        preload: modules that each process needs. A server process imports them once, and is forked for each process, in
-            this run and later ones. None: each process starts without a server. It must if it uses a GPU that is in use
-            in this process.
+        function: a module-level function.
+        args: arguments of the function. An argument may be any function, including a nested function or a lambda.
+        names: names of the processes, for error messages. One process starts for each name.
+        variables: function that takes the number of a process, and returns additional environment variables for the
+            process.
+        preload: modules that each process needs. A server process imports these modules once. Each worker of this run
+            and of later runs is forked from the server. None: workers start without a server. This is necessary if a
+            worker uses a GPU that the current process uses, too.
 
     Raises:
-        UserError: if an argument refers to an object that cannot be sent.
-        RunError: the error of the first process that failed. All other processes are ended first.
-        SystemExit: if a signal ended the processes, and this process got it too.
+        UserError: if an argument refers to an object that cannot be pickled.
+        RunError: the error of the process that failed first. All other processes are ended first.
+        SystemExit: if a signal ended the processes, and the current process received the signal, too.
     """
     with contextlib.ExitStack() as stack:
         given = [stack.enter_context(sent(value)) if callable(value) else value for value in args]
@@ -112,10 +113,10 @@ def run_workers(
 
 
 class Workers:
-    """Processes that run the same function."""
+    """A group of processes that run the same function."""
 
     def __init__(self, processes: list[Any], places: list[Place]):
-        """Takes processes of `multiprocessing` that have not started."""
+        """Creates a group of `multiprocessing` processes that have not started. `places` has one entry per process."""
         self.processes, self._places = processes, places
         self._died: dict[int, float] = {}
 
@@ -124,7 +125,7 @@ class Workers:
         return [process for process in self.processes if process.pid is not None and process.is_alive()]
 
     def kill(self) -> None:
-        """Kills all processes at once."""
+        """Kills all running processes, and waits until they have ended."""
         for process in self.living():
             process.kill()
         for process in self.processes:
@@ -136,7 +137,7 @@ class Workers:
 
         Raises:
             RunError: if a process fails or makes no progress.
-            SystemExit: if the processes end because of a signal, or call `sys.exit`.
+            SystemExit: if a signal ends the processes, or a process calls `sys.exit`.
         """
         failed_since = 0.0
         while True:
@@ -153,7 +154,10 @@ class Workers:
                 raise error
 
     def _hanging(self) -> WorkerError | None:
-        """Returns an error if a worker makes no progress, and prints the stack of each worker."""
+        """Returns an error if the watchdog timer of a worker has expired; otherwise returns None.
+
+        The stack of each worker is printed before an error is returned.
+        """
         seconds = next(filter(None, map(watchdog.seconds_without_a_move, self._places)), 0)
         if not seconds:
             return None
@@ -161,10 +165,10 @@ class Workers:
         for name, stack in stacks.items():
             print(f"{name}:\n{stack.strip()}", file=sys.stderr, flush=True)
         where = watchdog.describe_stacks(stacks)
-        return WorkerError(f"{where}: no progress for {seconds} s; a higher --hang_timeout waits longer")
+        return WorkerError(f"{where}: no progress for {seconds} s; if a step takes longer, use a higher --hang_timeout")
 
     def _stacks(self) -> dict[str, str]:
-        """Returns the stack of each living worker, by its name."""
+        """Returns the stack of each running worker, by name of the worker."""
         living = [(place, each) for place, each in zip(self._places, self.processes) if each in self.living()]
         for place, process in living:
             if not watchdog.read_stack(place):
@@ -177,7 +181,7 @@ class Workers:
         """Returns the failed workers, in the order in which they failed.
 
         Returns:
-            A list of tuples: number of the worker, and how it ended (None: it left no record).
+            A list of tuples: number of a worker, and its `Outcome`, or None if the worker left no record.
         """
         living = self.living()
         found = {place.number: outcome.read(place) for place in self._places}
@@ -205,7 +209,7 @@ class Workers:
 
 
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
-    """Runs the function in a worker, which writes its files at `place`."""
+    """Runs a function in a worker process, and records the return value or the error in a file at `place`."""
     os.environ.clear()
     os.environ.update(environment)
     end_with_parent()
@@ -241,11 +245,13 @@ _server_state: Any = None
 
 
 def _server(preload: list[str]) -> str:
-    """Returns the `multiprocessing` start method for processes that need these modules.
+    """Returns the `multiprocessing` start method for processes that need the modules in `preload`.
+
+    Only the main thread uses a server, because the server ends with the thread that started it.
 
     Returns:
-        `"forkserver"` if a server can fork processes with the same environment and outputs as this process; else
-        `"spawn"`. The server ends with the thread that started it. So only the main thread uses it.
+        `"forkserver"` if a server can fork processes with the environment and the outputs of this process. Otherwise
+        `"spawn"`.
     """
     global _server_state
     if threading.current_thread() is not threading.main_thread():
@@ -278,8 +284,8 @@ def _start(process: Any) -> None:
             process.start()
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
-            f"{process.name} could not be started: the process that imports the framework for all workers has ended; "
-            "is the system short of memory?"
+            f"{process.name} cannot start, because the server process that imports the framework has ended; check "
+            "whether the system has enough memory"
         ) from error
 
 
@@ -290,7 +296,10 @@ def peak_memory_of_process() -> int:
 
 
 def end_with_parent() -> None:
-    """Makes Linux kill this process when its parent dies, even by `kill -9`. Has no effect on other systems."""
+    """Makes Linux kill this process when its parent process dies, even if `kill -9` ended the parent process.
+
+    The function has no effect on other operating systems.
+    """
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Observes a run while it trains: writes its files, prints its lines, and shows its progress."""
+"""Observes a run while it trains: writes the files, prints the first and last lines, and shows the progress."""
 
 import collections
 import contextlib
@@ -20,9 +20,10 @@ _FAR_ABOVE = 10
 
 
 class Recorder(keras.callbacks.Callback):
-    """Writes the files of a run, prints its first and last lines, and stops it if the loss is not finite.
+    """Writes the files of a run, prints its first and last lines, and stops the run if the loss is not finite.
 
-    Losses stay on the device until a line is due. To read each loss at once, the host would have to wait in every step.
+    Losses stay on the device until a line is due. To read each loss immediately, the host would have to wait in every
+    step.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class Recorder(keras.callbacks.Callback):
             facts: description of the run.
             strategy: strategy of the run.
             folder: folder for the files; None: no files.
-            saved: state from the checkpoint from which the run resumes, or None.
-            verbose: whether to print.
+            saved: state in the checkpoint from which the run resumes; None in a new run.
+            verbose: whether to print the lines.
         """
         super().__init__()
         self.run_state, self.facts, self.strategy = run_state, facts, strategy
@@ -92,20 +93,21 @@ class Recorder(keras.callbacks.Callback):
         report.say(*filter(None, lines))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts to measure the speed."""
+        """Starts to measure the speed of the epoch."""
         self._start = (time.perf_counter(), self.run_state.epoch_images)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes the lines that are due, every `log_every` steps.
+        """Writes the due lines of steps.jsonl: one line for every `log_every` steps.
 
-        Writes them one step late. The device already computes the next step then, and does not have to wait.
+        Writes each line one step late. At that time, the device already computes the next step, and does not have to
+        wait.
         """
         self._write_lines(self._last_step)
         self._last_step = self.run_state.step
         self._due = [(step, self._learning_rate() if rate is None else rate) for step, rate in self._due]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the row of the epoch."""
+        """Adds the row of the epoch to history.csv."""
         self.last_logs, self._losses = report.plain(logs), [0.0, 0]
         if self.files:
             seconds, rate = self.run_state.epoch_seconds[-1], self.run_state.epoch_rates[-1]
@@ -123,7 +125,7 @@ class Recorder(keras.callbacks.Callback):
             report.say(report.end_line(self.facts, result))
 
     def close(self) -> None:
-        """Closes the files and removes the listener. Also called after a failed run."""
+        """Closes the files and removes the listener. A failed run calls this method, too."""
         self.run_state.remove_listener(self._on_step)
         if self.files:
             self.files.close()
@@ -134,12 +136,12 @@ class Recorder(keras.callbacks.Callback):
         return total / number if number else 0.0
 
     def catch_up(self) -> None:
-        """Waits for the last step, stops the run if a loss is not finite, and writes the lines that are due."""
+        """Waits for the last step, stops the run if a loss is not finite, and writes the due lines of steps.jsonl."""
         self._write_lines(self.run_state.step)
         self._read_losses(self.run_state.step)
 
     def _write_lines(self, last_step: int) -> None:
-        """Writes the lines up to a step.
+        """Writes the due lines of steps.jsonl, up to step `last_step`.
 
         All lines that are written together show the same speed.
         """
@@ -164,7 +166,11 @@ class Recorder(keras.callbacks.Callback):
         return next(running, self.run_state.epoch_images)
 
     def _read_losses(self, last_step: int) -> float:
-        """Returns the loss of a step. Raises an error for the first loss up to this step that is not finite."""
+        """Reads the losses of the steps up to `last_step`. Returns the last of these losses.
+
+        Raises:
+            NonFiniteLossError: for the first of these losses that is not finite.
+        """
         last = math.nan
         for step, loss, _ in self._waiting:
             if step <= last_step:
@@ -178,8 +184,8 @@ class Recorder(keras.callbacks.Callback):
             chance = self.facts.chance_loss
             if step == 1 and chance and chance * _FAR_ABOVE < last < math.inf and self.strategy.processes.rank == 0:
                 report.warn(
-                    f"the first loss is {last:.5g}, but random guesses have {chance:.2g}; scale the inputs (images "
-                    "from 0 to 255 with keras.layers.Rescaling(1 / 255)), or check the labels and from_logits"
+                    f"the first loss is {last:.5g}, but random guesses have a loss of {chance:.2g}; scale the inputs "
+                    "(images from 0 to 255 with keras.layers.Rescaling(1 / 255)), or check the labels and from_logits"
                 )
             self._losses = [self._losses[0] + last, self._losses[1] + 1]
             if not math.isfinite(last):
@@ -203,9 +209,9 @@ class Recorder(keras.callbacks.Callback):
 
 
 def _as_written(rate: Any) -> float:
-    """Converts a learning rate to a float with the fewest digits that identify it in its precision.
+    """Converts a learning rate to a float with few digits.
 
-    Returns 0.03, for example, not 0.029999999329447746.
+    The float has the fewest digits that identify the rate in its precision: 0.03, not 0.029999999329447746.
     """
     return float(str(keras.ops.convert_to_numpy(rate)))
 
@@ -254,7 +260,7 @@ class Progress(keras.callbacks.Callback):
 def as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:
     """Returns logs in the form that Keras passes to callbacks.
 
-    They are sorted by name. Nested logs are flattened. Scalars are floats.
+    Sorts the logs by name, flattens nested logs, and converts scalars to floats.
     """
     numbers: dict[str, Any] = {}
     for name, value in sorted((logs or {}).items()):

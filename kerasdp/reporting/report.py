@@ -1,4 +1,4 @@
-"""Formats the lines that a run prints, and the content of report.json."""
+"""Formats the lines that a run prints, and builds the content of report.json."""
 
 import dataclasses
 import importlib
@@ -25,9 +25,9 @@ class Facts:
         num_processes: number of worker processes.
         model: name of the model.
         data: name of the data set, or an empty string.
-        epochs: passes over the data.
+        epochs: number of epochs.
         folder: folder for the files of this `fit`; None: no files.
-        chance_loss: loss of a model that predicts all classes with equal probability; None if not known.
+        chance_loss: cross-entropy of a model that predicts all classes with equal probability; None if not known.
     """
 
     config: Config
@@ -49,7 +49,7 @@ class Facts:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Returns the configuration of the run as JSON values, with the flags that its program defines."""
+        """Returns the configuration of the run as JSON values, with the flags that the user's program defines."""
         found = {"model": self.model, "dataset": self.data or None, "epochs": self.epochs} | self.config.as_dict()
         if "absl.flags" in sys.modules:
             found["flags"] = importlib.import_module("kerasdp.flags").of_program()
@@ -63,14 +63,14 @@ def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def warn(text: str) -> None:
-    """Prints a warning to stderr, whatever the value of --verbose."""
+    """Prints a warning to stderr. The value of --verbose has no effect on warnings."""
     print(f"warning: {redacted(addressed(text))}", file=sys.stderr, flush=True)
 
 
 def say(*lines: str) -> None:
     """Prints lines to stdout.
 
-    If the program that reads the output has ended (`head -1`, for example), the training continues without output.
+    The training continues without output if the program that reads the output has ended, such as `head -1`.
     """
     try:
         print(*lines, sep="\n", flush=True)
@@ -80,7 +80,7 @@ def say(*lines: str) -> None:
 
 
 def drop_stdout() -> None:
-    """Redirects stdout to /dev/null, so that later output (also at Python's exit) raises no error."""
+    """Redirects stdout to /dev/null, so that later output raises no error, also when Python exits."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
@@ -123,7 +123,12 @@ def _precision(facts: Facts) -> str:
 
 
 def resume_line(saved: dict[str, Any], *, is_over: bool) -> str:
-    """Formats the line that says from which checkpoint a run resumes. `saved` is the state in the checkpoint."""
+    """Formats the line that says from which checkpoint a run resumes.
+
+    Args:
+        saved: the state in the checkpoint.
+        is_over: whether the run had already ended.
+    """
     backend, devices = saved["saved_by"]["backend"], saved["saved_by"]["devices"]
     origin = f"saved by {backend} on {devices} device{'' if devices == 1 else 's'}"
     if is_over:
@@ -144,11 +149,11 @@ def result(
 
     Args:
         facts: description of the run.
-        state: state of the run. Medians leave out the first epoch, which includes compilation, if there are more
-            epochs.
+        state: state of the run. If there are several epochs, the medians exclude the first epoch, which includes
+            compilation.
         update_rule: dictionary with `optimizer`, `learning_rate` (of the first update) and `schedule`.
         final: loss and metrics of the last epoch.
-        peak_memory_bytes: largest peak memory of the first process's devices; on the CPU, of this process.
+        peak_memory_bytes: largest peak memory of a device of this process; on the CPU, the peak memory of this process.
     """
     config = facts.config
     return {
@@ -177,7 +182,7 @@ def _usual(values: list[float], num_restored: int) -> float:
 
 
 def end_line(facts: Facts, result: dict[str, Any]) -> str:
-    """Formats the last line of a run: its result and its speed."""
+    """Formats the last line of a run, with the result and the speed."""
     final = result["final"]
     name = next((name for name in ("val_accuracy", "accuracy", "val_loss", "loss") if name in final), None)
     words = {"val_accuracy": "validation accuracy", "accuracy": "training accuracy", "val_loss": "validation loss"}

@@ -1,4 +1,4 @@
-"""Writes the files of a run into its workdir, and logs its values to experiment trackers."""
+"""Writes the files of a run into the workdir, and logs the values of the run to experiment trackers."""
 
 import contextlib
 import csv
@@ -21,7 +21,7 @@ BACKEND_COLOURS = {"torch": "#e4572e", "jax": "#4c78a8", "tensorflow": "#f2a541"
 
 
 class RunFiles:
-    """Writes the files of a run into its workdir. Replaces the files of an earlier run.
+    """Writes the files of a run into the workdir. Replaces the files of an earlier run.
 
     The training continues if a file cannot be written, for example because the disk is full.
 
@@ -30,7 +30,14 @@ class RunFiles:
     """
 
     def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
-        """Creates the files. With `last_step` and `history`, continues the files of a resumed run after this step."""
+        """Creates the files, or continues the files of a resumed run.
+
+        Args:
+            workdir: folder for the files.
+            facts: description of the run.
+            last_step: step from which the run resumes; 0 in a new run.
+            history: rows of history.csv before the resume point.
+        """
         self.workdir = workdir
         self.history = list(history or [])
         self._reported: set[str] = set()
@@ -50,7 +57,10 @@ class RunFiles:
             self._write_history()
 
     def add_step(self, step: int, epoch: int, loss: float, learning_rate: float, images_per_second: float) -> None:
-        """Adds a line to steps.jsonl. `step` counts from 1, `epoch` from 0; epochs in the file count from 1."""
+        """Adds a line to steps.jsonl.
+
+        `step` counts from 1, `epoch` from 0. In the file, epochs count from 1.
+        """
         numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
         # Opened each time, because another program may have removed the file.
         with self._tolerated("steps.jsonl"), open(self._path("steps.jsonl"), "a") as file:
@@ -91,7 +101,7 @@ class RunFiles:
 
     @contextlib.contextmanager
     def _tolerated(self, name: str) -> Iterator[None]:
-        """Catches errors of a file, so that the training continues. Warns once for each file."""
+        """Catches `OSError`s while a file is written, so that the training continues. Warns once for each file."""
         try:
             yield
         except OSError as error:
@@ -103,7 +113,7 @@ class RunFiles:
 def _lines_until(last_step: int, path: str) -> list[str]:
     """Returns the lines of steps.jsonl up to a step.
 
-    Skips lines that cannot be parsed, since a killed run may leave half a line.
+    Skips lines that cannot be parsed, because a killed run may leave an incomplete line.
     """
     kept = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
@@ -117,13 +127,15 @@ def _lines_until(last_step: int, path: str) -> list[str]:
 def make_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, grid: str = "both"
 ) -> tuple["Figure", list["Axes"]]:
-    """Makes an empty Matplotlib figure without pyplot, so that it does not affect the user's plots and display.
+    """Makes an empty Matplotlib figure.
+
+    Does not use pyplot, so the figure does not affect the user's plots and display.
 
     Args:
         width: width in inches.
         height: height in inches.
-        rows: rows of axes. The axes of a column share their x axis.
-        columns: columns of axes.
+        rows: number of rows of axes. The axes of a column share their x axis.
+        columns: number of columns of axes.
         grid: direction of the grid lines: `"x"`, `"y"` or `"both"`.
 
     Returns:
@@ -175,7 +187,7 @@ _Tracker = tuple[Callable[[str, int, dict[str, float]], None], Callable[[], None
 class Trackers:
     """Logs values to the experiment trackers that `Config.tracker` names.
 
-    A tracker that fails is not used any more, and the training continues.
+    If a tracker fails, the training continues without this tracker.
     """
 
     def __init__(self, facts: Facts, folder: str, last_step: int):
@@ -231,7 +243,7 @@ _PROJECT = "kerasdp"
 
 
 def _tensorboard(facts: Facts, folder: str, last_step: int, _: str | None) -> tuple[_Tracker, str]:
-    """Starts TensorBoard event files in the folder `tensorboard`. Does not need TensorFlow."""
+    """Starts to write TensorBoard event files into the folder `tensorboard`. Does not need TensorFlow."""
     from tensorboardX import SummaryWriter
 
     path = os.path.join(folder, "tensorboard")
@@ -253,7 +265,7 @@ def _tensorboard(facts: Facts, folder: str, last_step: int, _: str | None) -> tu
 
 
 def _wandb(facts: Facts, folder: str, _: int, known: str | None) -> tuple[_Tracker, str]:
-    """Starts a run of Weights & Biases, in the project $WANDB_PROJECT, or `kerasdp` if it is not set."""
+    """Starts a Weights & Biases run, in the project $WANDB_PROJECT, or in `kerasdp` if that variable is not set."""
     import wandb
 
     place = {"project": os.environ.get("WANDB_PROJECT", _PROJECT), "dir": folder, "id": known, "resume": "allow"}

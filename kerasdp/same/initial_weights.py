@@ -1,7 +1,7 @@
-"""Draws initial weights that depend only on the seed and on the variable's place in the model.
+"""Draws initial weights that depend only on the seed and on the position of the variable in the model.
 
-Keras draws initial weights with the random generator of its backend, so one seed gives different weights on each
-backend. Here NumPy draws them, from the distribution of the layer's initializer.
+Keras draws initial weights with the random generator of its backend, so the same seed produces different weights on
+each backend. Here NumPy draws the weights, from the distribution of the layer's initializer.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from kerasdp.same import random as random_numbers
 # The standard deviation of a standard normal distribution that is truncated at two; Keras divides by it.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
-# Keys of draws are `[seed, place]` for a weight and `[user's seed]`; these at the end keep all others apart.
+# A key is `[seed, place]` for a weight, or `[user's seed]`. All other keys end with one of these numbers.
 _FUNCTION, _OUTSIDE, _UNSEEDED, _WITHIN, _GENERATOR, _DEFAULT_SEED = range(6)
 
 
 class _Weight(NamedTuple):
-    """Describes a weight that is being drawn.
+    """Describes a weight whose initial values are being drawn.
 
     Attributes:
-        initializer: draws the weight.
-        key: seeds the draw.
-        key_within: seeds draws of other initializers and of `keras.random` within this one.
-        indices: numbers these draws.
+        initializer: the initializer of the weight.
+        key: the seed of the draw.
+        key_within: the first part of the seed of other draws within this draw, by other initializers or `keras.random`.
+        indices: numbers these other draws.
     """
 
     initializer: Any
@@ -42,10 +42,10 @@ class _Weight(NamedTuple):
 
 
 class WeightNumbering:
-    """Numbers random weights and seed generators in the order of their creation, from 0.
+    """Numbers random weights and seed generators from 0, in the order of their creation.
 
-    As in Keras, an initializer without a seed uses one seed for all its weights: here, the seed of its first weight. An
-    initializer with a seed keeps it.
+    An initializer with a seed keeps that seed. An initializer without a seed uses one seed for all its weights, as in
+    Keras. Here this is the seed of the initializer's first weight.
 
     Args:
         seed: the run's seed.
@@ -56,7 +56,7 @@ class WeightNumbering:
         self.restart()
 
     def restart(self) -> None:
-        """Restarts the numbering at 0, and forgets the draws of all initializers."""
+        """Restarts the numbering at 0, and forgets the seeds of all initializers."""
         self._indices = itertools.count()
         # Counted separately: a model's weights must not depend on draws of other code.
         self._counts = {kind: itertools.count() for kind in (_FUNCTION, _OUTSIDE, _UNSEEDED, _DEFAULT_SEED)}
@@ -65,7 +65,10 @@ class WeightNumbering:
         self._uses: dict[int, tuple[Any, Iterator[int]]] = {}
 
     def replace_initializer(self, initializer: Any, layer: keras.layers.Layer) -> Callable[..., Any]:
-        """Returns a function that draws a new weight of a layer."""
+        """Returns a function that draws the initial values of a new weight of a layer.
+
+        For a constant initializer of Keras, returns the initializer itself.
+        """
         if hasattr(initializer, "seed"):
             place = [self.seed, next(self._indices)]
             source = _copied_from(initializer, layer)
@@ -88,7 +91,7 @@ class WeightNumbering:
         return draw_values
 
     def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
-        """Draws for one of Keras' random initializers, which `add_weight` or any other code calls."""
+        """Draws the values of a random initializer of Keras, called by `add_weight` or by any other code."""
         weight = current_step().weight
         if weight is None:
             key = self._key_of(initializer, self._next_key(_OUTSIDE))
@@ -99,15 +102,15 @@ class WeightNumbering:
         return keras.ops.convert_to_tensor(draw(initializer, tuple(shape), key).astype("float32"), dtype=dtype)
 
     def make_seed(self) -> int:
-        """Returns the seed of a `SeedGenerator` that was created without one."""
+        """Returns a seed for a `SeedGenerator` that was created without a seed."""
         return _whole_number([self.seed, next(self._indices)])
 
     def make_default_seed(self) -> int:
-        """Returns a seed where Keras would draw one from Python's `random`."""
+        """Returns a seed for cases in which Keras would draw the seed from Python's `random`."""
         return _whole_number(self._next_key(_DEFAULT_SEED))
 
     def portable_draws(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which `keras.random` draws portably, also for user-defined initializers."""
+        """Returns a context in which `keras.random` draws portably, also within user-defined initializers."""
         return random_numbers.portable_draws(random_numbers.INITIALIZER, unseeded=self._unseeded_words)
 
     def _unseeded_words(self) -> tuple[int, int]:
@@ -120,7 +123,7 @@ class WeightNumbering:
         return [self.seed, next(self._counts[kind]), kind]
 
     def _key_of(self, initializer: Any, place: list[int]) -> list[int]:
-        """Returns the key of an initializer's draw: from its seed, else from the place of its first draw."""
+        """Returns the key for a draw of an initializer: from its seed, or else from the place of its first draw."""
         seed = seed_of(initializer)
         if isinstance(seed, keras.random.SeedGenerator):
             own = seed.get_config()["seed"]
@@ -137,12 +140,12 @@ class WeightNumbering:
 def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[None]:
     """Makes all new random weights, and the seeds of all new random layers, depend on `seed` alone.
 
-    As in Keras, an initializer or a layer with a seed keeps it. Weights that are loaded later (a pretrained model) do
-    not change: only the first value of a new variable is drawn here.
+    An initializer or a layer with a seed keeps that seed, as in Keras. Weights that are loaded later (a pretrained
+    model) do not change: only the first value of a new variable is drawn here.
 
     Args:
         seed: the run's seed.
-        numbering: continues this numbering. None: starts a new one.
+        numbering: the numbering to continue. None: a new numbering.
     """
     numbering = WeightNumbering(seed) if numbering is None else numbering
     with creating_weights(numbering), numbering.portable_draws():
@@ -150,10 +153,10 @@ def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[No
 
 
 def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
-    """Returns the initializer of which a layer uses a copy, else the given one.
+    """Returns the initializer of which a layer made a copy for this weight. Without a copy, returns `initializer`.
 
-    In Keras 3.15, `EinsumDense` copies its initializer together with the random seed that Keras drew for it. In the
-    copy, that seed looks like a seed from the user.
+    In Keras 3.15, `EinsumDense` copies its initializer together with the random seed that Keras drew for the
+    initializer. In the copy, that seed looks like a seed from the user.
     """
     for other in vars(layer).values():
         if isinstance(other, type(initializer)) and has_drawn_seed(other) and other.seed == seed_of(initializer):
@@ -170,14 +173,15 @@ def _word(seed: int) -> int:
 
 
 def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray:
-    """Draws from the distribution of a Keras initializer.
+    """Draws an array from the distribution of a Keras initializer.
 
-    It uses `numpy.random.RandomState`, because NumPy promises never to change its streams (NEP 19).
+    The function uses `numpy.random.RandomState`, because NumPy promises never to change the random streams of that
+    class (NEP 19).
 
     Args:
-        initializer: one of the random `keras.initializers`.
-        shape: of the array to draw.
-        key: whole numbers from 0 to 2**32 - 1 that seed the draw.
+        initializer: a random initializer of `keras.initializers`.
+        shape: the shape of the array.
+        key: integers from 0 to 2**32 - 1 that seed the draw.
 
     Returns:
         A float64 array of that shape.
@@ -208,7 +212,7 @@ def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.rando
 
 
 def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    """Draws standard normal values; values beyond two standard deviations are drawn again."""
+    """Draws standard normal values, and draws values beyond two standard deviations again."""
     values = random.standard_normal(shape)
     while (outside := np.abs(values) > 2.0).any():
         values[outside] = random.standard_normal(int(outside.sum()))
@@ -216,9 +220,12 @@ def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> 
 
 
 def _orthogonal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    """Draws the Q of a QR decomposition with unique signs (Saxe et al. 2014, arXiv:1312.6120)."""
+    """Draws a matrix with orthonormal rows or columns: the Q of a QR decomposition with unique signs.
+
+    See Saxe et al. 2014, arXiv:1312.6120.
+    """
     if len(shape) < 2:
-        raise ValueError(f"Orthogonal: expected a shape of at least two axes. Received: {shape}")
+        raise ValueError(f"Orthogonal: expected at least two axes. Received: shape {shape}; use another initializer")
     rows, columns = math.prod(shape[:-1]), shape[-1]
     q, r = np.linalg.qr(random.standard_normal((max(rows, columns), min(rows, columns))))
     q *= np.sign(np.diag(r))

@@ -1,9 +1,9 @@
-"""Runs the calls of all layers, with the work of kerasdp before and after the layer's code.
+"""Wraps the calls of all layers: for portable random values, for records, and for layers that need all rows.
 
-Random layers draw portably, and the step's recorder gets each output. On several replicas, each replica calls a layer
-on its rows. Some layers need all rows: those that add losses (`add_loss`), assign to a variable (a running maximum, a
-codebook), or mix rows. Each replica calls these on the gathered global batch, and takes its own rows of the outputs.
-Activity regularizers get the gathered outputs.
+Random layers draw the same values on every backend, and the recorder of a step gets each output. On several replicas,
+each replica calls a layer on its rows, except for layers that need all rows. These are layers that add losses
+(`add_loss`), assign to a variable (a running maximum, a codebook), or mix rows. Each replica calls such a layer on the
+gathered global batch, and takes its rows of the outputs. Activity regularizers get the gathered outputs.
 """
 
 import functools
@@ -27,13 +27,16 @@ Call = Callable[..., Any]
 
 
 def hook_layers() -> None:
-    """Makes this module run the calls of all layers and get their added losses, permanently."""
+    """Makes this module run the calls of all layers, and handle the losses that layers add, permanently."""
     hook_calls(_make_call)
     hook_add_loss(_take_added_loss)
 
 
 def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-    """Calls a layer or another operation with `make`, Keras' method; explains errors of code for another framework."""
+    """Calls a layer or another operation, and explains errors of code for another framework.
+
+    `make` is Keras' method for the call.
+    """
     try:
         return _make_known_call(make, layer, *args, **kwargs)
     except Exception as error:
@@ -42,7 +45,7 @@ def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any)
             raise
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"layer {layer.name} failed ({type(error).__name__}: {reason}). It uses {other}, but the backend is "
+            f"layer {layer.name} failed ({type(error).__name__}: {reason}). The layer uses {other}, but the backend is "
             f"{keras.backend.backend()}; use keras.ops, which works on every backend"
         ) from error
 
@@ -55,7 +58,7 @@ def _function_of(layer: Any) -> Callable[..., Any]:
 
 
 def other_frameworks_of(function: Callable[..., Any]) -> str | None:
-    """Returns the frameworks, other than the backend, that a user-defined function refers to; None without any."""
+    """Returns the frameworks that a user-defined function uses, except the backend; None if there are none."""
     function = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType) or function.__module__.startswith(("keras.", "kerasdp.")):
         return None
@@ -112,7 +115,7 @@ def _call_with_portable_draws(call: Call, layer: Any, *args: Any, **kwargs: Any)
 def _call_on_replica(
     call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a layer on this replica's rows, or on all rows if its outputs, losses or variables need them."""
+    """Calls a layer on this replica's rows, or on all rows if its outputs, losses or variables need all rows."""
     layout: Any = context.row_layout
     # A micro-batch has no other rows; a user-defined step gathers all rows itself where it needs them.
     if layout is None or context.is_micro_batch or context.is_custom_step:
@@ -147,7 +150,7 @@ def _call_on_replica(
 def row_orders_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext, tensors: Any) -> list[Any]:
     """Returns the `RowOrder` of each leaf of `tensors`, a layer's arguments or outputs; None for a leaf without rows.
 
-    `kind`: `"arguments"` or `"outputs"`.
+    `kind` is `"arguments"` or `"outputs"`.
     """
     name = f"the call of layer {layer.name}"
     return [
@@ -157,7 +160,7 @@ def row_orders_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext,
 
 
 def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) -> Any:
-    """Returns the loss that Keras adds for an activity regularizer; it sees the global batch, as on one device."""
+    """Returns the loss of a layer's activity regularizer over the global batch, as on one device."""
     order = context.row_order(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
     whole, rows = context.whole(output, order), output.shape[0]
     penalty = layer.activity_regularizer(whole) / whole.shape[0]  # by the samples, as Keras does
@@ -167,13 +170,13 @@ def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) ->
 def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, loss: Any) -> None:
     """Handles a call of `add_loss` by a layer.
 
-    In the trial call on a few rows, it records the layer. In other calls it passes the loss to Keras, or to
+    In the trial call on a few rows, this function records the layer. In other calls, it passes the loss to Keras, or to
     `Step.adding` if the step collects losses.
 
     Args:
         add_loss: Keras' method.
         layer: the layer that adds the loss.
-        loss: scalar tensors.
+        loss: a scalar tensor, or a structure of scalar tensors.
 
     Raises:
         UserError: if the loss would be wrong on several replicas or with micro-batches.
@@ -185,8 +188,8 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
             loss = penalties.pop(0)
         elif context.is_micro_batch:
             raise UserError(
-                f"layer {layer.name} calls add_loss, which would count only one micro-batch; move that loss into the "
-                "model's loss, or train with --strategy=data and without --accumulate"
+                f"layer {layer.name} calls add_loss, but with micro-batches the loss would cover only one micro-batch; "
+                "move that loss into the model's loss, or train with --strategy=data and without --accumulate"
             )
         elif layout is not None and not context.is_custom_step:
             # The innermost layer whose call can be repeated: `layer` itself may have been called without Keras.
@@ -196,8 +199,8 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
                 return
             if id(adding) not in layout.adding:
                 raise UserError(
-                    f"layer {adding.name} calls add_loss now, but did not in the trial call before the first step; "
-                    "call it in each call with training=True (add 0.0 if there is no loss), or train on one device"
+                    f"layer {adding.name} calls add_loss, but did not call it in the trial before the first step; add "
+                    "a loss in each call with training=True (0.0 if there is no loss), or train on one device"
                 )
     add: Callable[[Any], None] = functools.partial(add_loss, layer)
     if (added := current_step().adding) is not None:
@@ -207,9 +210,10 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
 
 
 def _add_in_float32(add: Callable[[Any], None], loss: Any) -> None:
-    """Adds a float16 or bfloat16 loss as float32, the type in which jax and torch add it to the model's loss.
+    """Adds a float16 or bfloat16 loss as float32. On jax and torch, Keras adds losses to the model's loss in float32.
 
-    Keras (3.15) keeps activity penalties in the type of the activities, and TensorFlow cannot add different types.
+    Keras (3.15) keeps activity penalties in the dtype of the activities, and TensorFlow cannot add values of different
+    dtypes.
     """
 
     def cast(leaf: Any) -> Any:

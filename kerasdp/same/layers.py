@@ -1,6 +1,6 @@
 """Layers that compute the same on every backend and number of devices.
 
-A run uses them instead of the layers of Keras; see `kerasdp.portable`.
+A run uses these layers instead of the layers of Keras: see `kerasdp.portable`.
 
 Example:
     ```python
@@ -34,15 +34,16 @@ __all__ = ["BatchNormalization"]
 class BatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization` with the same statistics on every backend.
 
-    The statistics are taken over the global batch, or over the shard of each replica. In Keras, the choice depends on
-    the backend: jax takes them over the global batch, torch and tensorflow over the shard of each replica. Keras 3.15
-    raises an error for `synchronized=True` on torch and jax. The arguments, the weights and the config are the same as
-    in Keras.
+    The statistics are computed over the global batch, or over the shard of each replica. In Keras, the choice depends
+    on the backend: jax uses the global batch, torch and tensorflow use the shard of each replica. Keras 3.15 raises an
+    error for `synchronized=True` on torch and jax. The arguments, the weights and the config of the layer are the same
+    as in Keras.
 
     Attributes:
-        statistics: `"sync"`: over the global batch; gradients flow through the statistics. `"replica"`: over the shard
-            of each replica; the moving statistics are the mean over the replicas, weighted by rows, and equal on all.
-            A run sets it to `batch_norm` of its `kerasdp.Config`.
+        statistics: `"sync"`: statistics over the global batch. Gradients flow through these statistics. `"replica"`:
+            statistics over the shard of each replica. The moving statistics are then the mean over the replicas,
+            weighted by rows, and the same on all replicas. A run sets this attribute to `batch_norm` of its
+            `kerasdp.Config`.
 
     Example:
         ```python
@@ -64,7 +65,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     statistics = "sync"
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Normalizes `inputs`, as `keras.layers.BatchNormalization` does."""
+        """Normalizes `inputs` like `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         if context is None or context.rows is None or not training:
             return self._call(inputs, training, mask, context)
@@ -102,10 +103,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return ops.cast(outputs, self.compute_dtype)
 
     def _has_fused_kernel(self, context: replica_context.ReplicaContext | None) -> bool:
-        """Returns whether the backend has a fused kernel for these statistics; on jax, XLA fuses Keras' code."""
+        """Returns whether the backend has a fused kernel for these statistics. On jax, XLA fuses the code of Keras."""
         if keras.backend.backend() == "jax":
             return False
-        # Statistics of a replica must not count its padding, which only the other code removes.
+        # Statistics of a replica must leave out its padding. Only the code without a fused kernel does so.
         return context is None or self.statistics == "sync" or _is_without_padding(context)
 
     def _fused(self, inputs: Any, context: replica_context.ReplicaContext | None) -> Any:
@@ -132,7 +133,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
             variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 
     def _move_by_all(self, count: Any, mean: Any, squares: Any, context: replica_context.ReplicaContext) -> None:
-        """Updates the moving statistics with the mean over the replicas, now or at the end of the pass."""
+        """Updates the moving statistics with the mean over the replicas.
+
+        If `context.moving` is a list, the update is done at the end of the pass.
+        """
         sums = ops.stop_gradient(ops.stack([count, count * mean, squares]))
         if context.moving is not None:
             context.moving.append((self, sums))
@@ -140,7 +144,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
             move_together([(self, sums)], ops.reshape(ops.sum(context.gather(sums), axis=0), (-1,)))
 
     def _statistics(self, x: Any, mask: Any, context: replica_context.ReplicaContext | None) -> tuple[Any, Any]:
-        """Updates the moving statistics; returns mean and variance to normalize with, which broadcast with `x`."""
+        """Updates the moving statistics; returns the mean and the variance to normalize with.
+
+        The returned tensors broadcast with `x`.
+        """
         weights = None if mask is None else ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x)), x.dtype)
         if context is None:
             count, mean, squares = self._sums(x, weights)
@@ -163,9 +170,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return self._along_channels(mean), self._along_channels(variance)
 
     def _statistics_of_each(self, x: Any, weights: Any, num_replicas: int) -> tuple[Any, Any]:
-        """Does the same as `_statistics` in one program that has the rows of all replicas.
+        """Computes separate statistics for each replica, in one program that has the rows of all replicas.
 
-        Each replica has separate statistics.
+        Otherwise this method does the same as `_statistics`.
         """
         rows = x.shape[0]
         size = replica_rows(rows, num_replicas)
@@ -191,9 +198,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return for_each_row(means), for_each_row(squares / ops.maximum(counts, 1.0))
 
     def _sums(self, x: Any, weights: Any) -> tuple[Any, Any, Any]:
-        """Returns count, mean and sum of squared deviations per channel; zeros if `x` is empty.
+        """Returns count, mean and sum of squared deviations per channel, each of shape `(channels,)`.
 
-        Each has the shape `(channels,)`.
+        If `x` is empty, all values are 0.
         """
 
         def total(values: Any) -> Any:
@@ -214,10 +221,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return count
 
     def _sum(self, x: Any) -> Any:
-        """Returns the sum per channel, one axis after the other.
+        """Returns the sum per channel, by summing one axis after the other.
 
-        TensorFlow (2.21, on the CPU) adds up the values of a sum one by one: over 61 images of 28x28, its variance is
-        wrong by 3e-4. Short sums accumulate less rounding error: 2e-7, in half the time.
+        TensorFlow (2.21, on the CPU) adds the values of a sum one by one. Over 61 images of 28x28, the variance is then
+        wrong by 3e-4. Short sums accumulate less rounding error: the variance is wrong by 2e-7, in half the time.
         """
         for axis in sorted(self._reduction_axes, reverse=True):
             x = ops.sum(x, axis=axis)
@@ -235,7 +242,7 @@ def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
 
 
 def pack_moving(moving: list[tuple[Any, Any]]) -> Any:
-    """Packs the entries of `ReplicaContext.moving` into one flat tensor, to be summed over the replicas."""
+    """Packs the tensors of `ReplicaContext.moving` into one flat tensor, which is then summed over the replicas."""
     dtype = keras.backend.result_type(*(sums.dtype for _, sums in moving))
     return ops.concatenate([ops.reshape(ops.cast(sums, dtype), (-1,)) for _, sums in moving])
 
@@ -243,7 +250,9 @@ def pack_moving(moving: list[tuple[Any, Any]]) -> Any:
 def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
     """Updates the moving statistics of the layers in `moving`.
 
-    `packed`: the result of `pack_moving`, summed over the replicas.
+    Args:
+        moving: see `ReplicaContext`.
+        packed: the result of `pack_moving`, summed over the replicas.
     """
     first = 0
     for layer, sums in moving:

@@ -19,23 +19,25 @@ from kerasdp.same.layer_calls import hook_layers
 
 _A_DRAW = re.compile(r"\brandom\.(dropout|uniform|normal|truncated_normal|randint)\(")
 
-# These differ even with the same random numbers (Keras 3.15).
+# The outputs of these layers differ even with the same random numbers (Keras 3.15).
 _NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
 
 
 def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     """Makes batch norm and random layers of a model compute the same on every backend and number of devices.
 
-    `Runner` calls it for every model of a run. Call it to use a model outside of a run in the same way.
+    `Runner` calls `portable` for every model of a run. Call it yourself to use a model in the same way outside of a
+    run.
 
-    The layers are changed in place. The model may be functional, Sequential, nested or subclassed. Batch norm becomes
-    `kerasdp.layers.BatchNormalization`. Each layer with a seed generator (Dropout, GaussianNoise, RandomFlip, LSTM with
-    dropout, user-defined layers) gets random numbers that are the same everywhere: a dropout mask is bit-equal on every
-    backend and number of devices. A warning names the layers of Keras that still differ.
+    The layers are changed in place. The model may be functional, Sequential, nested or subclassed.
+    `keras.layers.BatchNormalization` becomes `kerasdp.layers.BatchNormalization`. Each layer with a seed generator
+    (Dropout, GaussianNoise, RandomFlip, LSTM with dropout, user-defined layers) draws the same random values on every
+    backend and number of devices. For example, a dropout mask is bit-equal on all of them. A warning names the layers
+    of Keras whose outputs still differ.
 
     Args:
         model: a built Keras model.
-        batch_norm: `"sync"`: statistics over the global batch. `"replica"`: over the shard of each replica.
+        batch_norm: `"sync"`: statistics over the global batch. `"replica"`: statistics over the shard of each replica.
 
     Returns:
         The same model.
@@ -58,12 +60,12 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     if batch_norm not in BATCH_NORMS:
         raise UserError(f"batch_norm: expected one of {', '.join(BATCH_NORMS)}. Received: {batch_norm!r}")
     if has_call(model) and not model.built:
-        raise UserError(f"portable: {model.name} has no weights yet; call it on a batch or build it first")
+        raise UserError(f"portable: {model.name} has no weights yet; build {model.name} or call it on a batch first")
     unbuilt = [layer.name for layer in all_layers(model) if layer is not model and not layer.built]
     if unbuilt and not has_call(model):
         raise UserError(
             f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them; "
-            "start the layer with keras.Input, or call its build()"
+            f"start {unbuilt[0]} with keras.Input, or call its build()"
         )
     hook_layers()
     for layer in all_layers(model):
@@ -79,19 +81,19 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     for layer in all_layers(model):
         if type(layer).__name__ in _NOT_PORTABLE and type(layer).__module__.startswith("keras."):
             warnings.warn(
-                f"layer {layer.name}: {type(layer).__name__} differs between backends, and so will the training",
+                f"layer {layer.name}: {type(layer).__name__} differs between backends, so training will differ",
                 stacklevel=2,
             )
     return model
 
 
 def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers of a model that are Keras' batch norm or a subclass of it."""
+    """Returns the batch norm layers of a model: Keras' `BatchNormalization` and its subclasses."""
     return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 def _draws(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer may draw random values, itself or through sublayers (such as an LSTM's cell)."""
+    """Returns whether a layer, or a sublayer (such as the cell of an LSTM), may draw random values."""
     own = has_seed_generators(layer)
     if isinstance(layer, keras.Model):  # `portable` checks its layers one by one
         return own
@@ -100,11 +102,11 @@ def _draws(layer: keras.layers.Layer) -> bool:
 
 @functools.cache
 def _draws_without_seed(kind: Any) -> bool:
-    """Returns whether the source code of a layer class draws from `keras.random`, for classes without seed generator.
+    """Returns whether the source code of a layer class calls a function of `keras.random` that draws.
 
-    It searches the class and the functions that its `call` uses, without `__init__` and `build`, which draw initial
-    weights. An example is drop path in `keras.applications` and in KerasHub (0.32). A layer that this search misses
-    raises an error when it draws.
+    This search is for classes without a seed generator. It covers the class and the functions that its `call` uses. It
+    leaves out `__init__` and `build`, which draw initial weights. An example is drop path in `keras.applications` and
+    in KerasHub (0.32). If the search misses a layer, that layer raises an error when it draws.
     """
     names = getattr(getattr(kind.call, "__code__", None), "co_names", ())
     used = [vars(sys.modules.get(kind.__module__, kind)).get(name) for name in names]

@@ -1,13 +1,13 @@
-"""Draws random values that are the same on every backend and device count, from the seed, the step and the sample.
+"""Draws random values that are the same on every backend and device count.
 
-Keras draws with the random generator of its backend. So dropout differs between backends, and every replica draws the
-same values for its shard of the batch. Here a counter-based generator returns "value `j` of sample `i`", where `i` is
-the sample's row in the GLOBAL batch. A replica with samples 32 to 63 draws the values that one device would draw for
-them.
+A value depends on the seed, the step and the sample. Keras draws with the random generator of its backend. So in Keras,
+dropout differs between backends, and every replica draws the same values for its shard of the batch. Here a
+counter-based generator returns "value `j` of sample `i`", where `i` is the sample's row in the GLOBAL batch. A replica
+with samples 32 to 63 draws the same values for these samples as one device.
 
 The generator is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
-SC 2011, doi:10.1145/2063384.2063405). It uses int32 operations, which wrap around on torch, JAX and TensorFlow.
-Unsigned operations are missing (torch 2.13: no shift of uint32).
+SC 2011, doi:10.1145/2063384.2063405). It uses int32 operations, which wrap around on torch, JAX and TensorFlow. It does
+not use unsigned integers, because some operations are missing for them (torch 2.13 cannot shift uint32).
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from kerasdp.same.replica_context import RowOrder, current
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _KEY_PARITY = 0x1BD11BDA
-# Bits of a uniform number: as many as float32 holds exactly, so that it is the same in every precision.
+# Random bits of a uniform value. float32 holds them exactly, so the value is the same in every precision.
 UNIFORM_BITS = 24
 
 
 def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Returns two words of random bits for each counter, by Threefry-2x32-20.
+    """Returns two int32 values of random bits for each counter, by Threefry-2x32-20.
 
     Args:
-        key: two int32 tensors that broadcast with the counter; their bits are unsigned words.
-        counter: two int32 tensors of one shape.
+        key: two int32 tensors that broadcast with the counter. Their bits are used as unsigned integers.
+        counter: two int32 tensors of the same shape.
 
     Returns:
         Two int32 tensors of that shape.
@@ -61,7 +61,7 @@ def _rotate(word: Any, distance: int) -> Any:
     return ops.bitwise_or(ops.left_shift(word, distance), right)
 
 
-# Makes values of a shape from two arrays of words, each of shape `(entries of axis 0, half of the values of an entry)`.
+# Makes values of a shape from two int32 arrays of shape `(entries of axis 0, half of the values of an entry)`.
 # Its other arguments are hashable.
 Maker = Callable[..., Any]
 
@@ -72,11 +72,11 @@ Draw = Callable[[tuple[Any, ...], Any, Any], Any]
 
 
 def _by(make: Maker, *choices: Any) -> Draw:
-    """Returns a `Draw` that computes random words and passes them to `make`, together with `choices`.
+    """Returns a `Draw` that computes random bits and passes them, together with `choices`, to `make`.
 
-    On JAX and TensorFlow this is one compiled function, from the key to the output of `make`. Otherwise TensorFlow
-    (2.21) would keep the words, which are int32 tensors, in host memory on GPUs. Then it would compute a dropout mask
-    on the host.
+    On JAX and TensorFlow, the `Draw` is one compiled function, from the key to the output of `make`. Otherwise
+    TensorFlow (2.21) would keep the random bits, which are int32 tensors, in host memory on GPUs. Then it would compute
+    a dropout mask on the host.
     """
 
     def draw(shape: tuple[Any, ...], state: Any, first: Any) -> Any:
@@ -90,13 +90,13 @@ def _by(make: Maker, *choices: Any) -> Draw:
 
 @functools.cache
 def _compiled(make: Maker) -> Callable[..., Any]:
-    """Returns a separate compiled function for each maker; its compilation depends on the shape and the choices."""
+    """Returns one compiled function for each maker. The function is compiled again for each shape and other choices."""
     xla = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.xla")
     return xla.compiled(functools.partial(_drawn, make))
 
 
 def _drawn(make: Maker, state: Any, first: Any, shape: tuple[Any, ...], choices: tuple[Any, ...]) -> Any:
-    # This also moves it to the device of the counters: the meta device, where Keras computes shapes with torch.
+    # This also moves the state to the device of the counters, such as the meta device for Keras' shapes on torch.
     state = ops.convert_to_tensor(ops.cast(state, "int32"), "int32")
     entries, numbers = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     row = ops.expand_dims(ops.arange(entries, dtype="int32"), 1) + first
@@ -106,7 +106,7 @@ def _drawn(make: Maker, state: Any, first: Any, shape: tuple[Any, ...], choices:
 
 
 def _words(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
-    """Combines two halves of the words of each entry to a tensor of this shape."""
+    """Joins two halves of the random int32 values of each entry of axis 0, and reshapes them to `shape`."""
     return ops.reshape(ops.concatenate([x, y], axis=1)[:, : math.prod(shape[1:])], shape)
 
 
@@ -116,27 +116,27 @@ def _mask(shape: tuple[Any, ...], x: Any, y: Any, dropped: int) -> Any:
 
 
 def _uniform(shape: tuple[Any, ...], x: Any, y: Any, dtype: str) -> Any:
-    """Returns exact values in [0, 1), in float64 if `dtype` is float64, else in float32."""
+    """Returns values in [0, 1) without rounding error, in float64 if `dtype` is float64, else in float32."""
     return _in_unit_interval(_words(shape, x, y), dtype)
 
 
 def _two_uniforms(shape: tuple[Any, ...], x: Any, y: Any, dtype: str) -> tuple[Any, Any]:
-    """Returns two arrays of values in [0, 1), as `_uniform`: one from the words `x`, one from the words `y`."""
+    """Returns two arrays of values in [0, 1), like `_uniform`: one from the bits `x`, one from the bits `y`."""
     return _in_unit_interval(x, dtype), _in_unit_interval(y, dtype)
 
 
 def _whole(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
-    """Returns integers from 0 to `2**31 - 1`."""
+    """Returns random integers from 0 to `2**31 - 1`."""
     return ops.bitwise_and(_words(shape, x, y), 0x7FFFFFFF)
 
 
 def _integers(shape: tuple[Any, ...], x: Any, y: Any, low: int, high: int, dtype: str) -> Any:
-    """Returns integers from `low` to `high - 1`."""
+    """Returns random integers from `low` to `high - 1`."""
     return ops.cast(low + ops.mod(_whole(shape, x, y), high - low), dtype)
 
 
 def _upper_bits(drawn: Any) -> Any:
-    """Returns the upper 24 bits of each word as an integer from 0."""
+    """Returns the upper 24 bits of each int32 value, as an integer from 0 to `2**24 - 1`."""
     return ops.bitwise_and(ops.right_shift(drawn, 32 - UNIFORM_BITS), (1 << UNIFORM_BITS) - 1)
 
 
@@ -146,14 +146,14 @@ def _in_unit_interval(drawn: Any, dtype: Any) -> Any:
 
 
 def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
-    """Draws random words for a tensor of a batch.
+    """Draws random bits for a tensor of a batch.
 
     Args:
-        shape: the shape of the words. The words of a sample depend on its row in the global batch.
-            `kerasdp.step.row_search` finds where the tensor has the rows. For a tensor without rows, all replicas draw
-            the same words.
-        seed: a `keras.random.SeedGenerator`, which is advanced, an int, or a pair of words.
-        tensor: the words are for this tensor: its rows are on the same axis.
+        shape: the shape of the result. The values of a sample depend on the sample's row in the global batch.
+            `kerasdp.step.row_search` finds where the rows are in the tensor. For a tensor without rows, all replicas
+            draw the same values.
+        seed: an int, a pair of integers, or a `keras.random.SeedGenerator`, which is advanced.
+        tensor: the tensor for which the bits are drawn. Its rows are on the same axis as the rows of the result.
 
     Returns:
         An int32 tensor of that shape; all 32 bits of each value are random.
@@ -162,9 +162,13 @@ def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
 
 
 def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
-    """Drops units, as `keras.random.dropout`. The mask is bit-equal everywhere; see `bits` for the seed.
+    """Drops units like `keras.random.dropout`. The mask is bit-equal on every backend and device count.
 
-    `noise_shape`: None in it stands for the size of that axis of the inputs.
+    Args:
+        inputs: a tensor.
+        rate: the fraction of units to drop.
+        noise_shape: the shape of the mask. A None in `noise_shape` stands for the size of that axis of the inputs.
+        seed: see `bits`.
     """
     shape = list(ops.shape(inputs))
     for axis, size in enumerate(noise_shape or ()):
@@ -177,7 +181,10 @@ def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None)
 
 
 def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
-    """Draws as `keras.random.uniform`, in steps of `(maxval - minval) / 2**24`; see `bits` for shape and seed."""
+    """Draws values like `keras.random.uniform`, in steps of `(maxval - minval) / 2**24`.
+
+    See `bits` for `shape` and `seed`.
+    """
     dtype = dtype or keras.config.floatx()
     numbers = _unit(shape, seed, dtype)
     if not (isinstance(minval, (int, float)) and isinstance(maxval, (int, float)) and (minval, maxval) == (0, 1)):
@@ -186,9 +193,9 @@ def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None,
 
 
 def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
-    """Draws as `keras.random.normal`, by Box and Muller (1958); see `bits` for shape and seed.
+    """Draws values like `keras.random.normal`, by the method of Box and Muller (1958).
 
-    The values are equal up to rounding on all backends.
+    The values are equal up to rounding on all backends. See `bits` for `shape` and `seed`.
     """
 
     dtype = dtype or keras.config.floatx()
@@ -204,7 +211,10 @@ def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, se
 
 
 def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
-    """Draws as `keras.random.truncated_normal`, by the inverse of the distribution function."""
+    """Draws values like `keras.random.truncated_normal`, by the inverse of the distribution function.
+
+    See `bits` for `shape` and `seed`.
+    """
     dtype = dtype or keras.config.floatx()
     centred = 2.0 * _unit(shape, seed, dtype) + (2.0**-UNIFORM_BITS - 1.0)
     numbers = math.sqrt(2.0) * ops.erfinv(math.erf(math.sqrt(2.0)) * centred)
@@ -212,7 +222,7 @@ def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any 
 
 
 def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: Any = None) -> Any:
-    """Draws as `keras.random.randint`; see `bits` for shape and seed."""
+    """Draws random integers like `keras.random.randint`. See `bits` for `shape` and `seed`."""
     if isinstance(minval, int) and isinstance(maxval, int):
         integers = _by(_integers, minval, maxval, keras.backend.standardize_dtype(dtype))
         return _for_rows(integers, tuple(shape), seed)
@@ -229,9 +239,10 @@ class _Drawing(NamedTuple):
     """Describes the layer, loss or step that draws random values.
 
     Attributes:
-        name: its name.
-        tensors: the tensors that it was called with.
-        unseeded: returns the words for a draw without a seed; None: see `portable_draws`.
+        name: the name of the layer, loss or step, for messages.
+        tensors: the tensors among the arguments of its call.
+        unseeded: a function that returns two int32 values as the seed of a draw without a seed. None: see
+            `portable_draws`.
     """
 
     name: str
@@ -251,7 +262,7 @@ OF_DATA = (INITIALIZER, DATA)
 
 
 def _running_draw() -> _Drawing | None:
-    """Returns the layer or step that draws now; None outside of a run."""
+    """Returns the layer, loss or step that draws random values now; None outside of a run."""
     step = current_step()  # in a TensorFlow thread of a replica, it may have `replica` only
     drawing: _Drawing | None = step.drawing
     if drawing is not None and drawing.name in OF_DATA and step.weight is None and is_in_tensorflow_graph():
@@ -264,15 +275,15 @@ def portable_draws(
     inputs: Any = None,
     unseeded: Callable[[], Any] | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which this module draws for Keras' layers and `keras.random`.
+    """Returns a context in which this module draws the random values of Keras' layers and `keras.random`.
 
-    The backend draws from distributions that this module does not have, with a warning.
+    For distributions that this module does not have, the backend draws, and a warning is printed.
 
     Args:
-        name: the name of the layer or step that draws, for messages: "layer noise".
-        inputs: the arguments of the layer's call; a structure of tensors and other objects.
-        unseeded: returns two int32 words for a draw without a seed. None: outside of layers, Keras' global generator
-            does.
+        name: the name of the layer or step that draws, for messages, such as "layer noise".
+        inputs: the arguments of the layer's call: a structure of tensors and other objects.
+        unseeded: a function that returns two int32 values as the seed of a draw without a seed. None: outside of
+            layers, Keras' global generator provides the seed.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
     tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
@@ -285,7 +296,7 @@ def _portable_where_asked(kind: str, draw: Callable[..., Any], *args: Any, **kwa
         return _PORTABLE[kind](*args, **kwargs)
     if drawing is not None:
         warnings.warn(
-            f"{drawing.name} draws from keras.random.{kind}, which differs between backends, and so will the training",
+            f"{drawing.name} draws from keras.random.{kind}, which differs between backends, so training will differ",
             stacklevel=3,
         )
     return draw(*args, **kwargs)
@@ -295,7 +306,7 @@ def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = No
     """Draws the values of this replica's rows.
 
     Args:
-        numbers: draws the values.
+        numbers: a function that draws the values of all rows.
         shape: the shape of the values.
         seed: see `bits`.
         tensor: see `bits`.
@@ -326,20 +337,24 @@ def _row_order(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> 
 
 
 def _state(seed: Any) -> Any:
-    """Returns two words of random bits to draw with."""
+    """Returns two integers that seed a draw.
+
+    Raises:
+        UserError: if the seed is missing in a layer or step, or if the model does not hold the seed generator.
+    """
     drawing = _running_draw()
     words = drawing.unseeded if drawing is not None and seed is None else None
     is_known = drawing is not None and (is_in_layer_call() or drawing.name == STEP)
     if seed is None and words is None and drawing is not None and is_known:
         raise UserError(
-            f"{drawing.name} draws from keras.random without a seed, so its values differ between backends, devices "
-            "and a resumed run; pass it seed=keras.random.SeedGenerator(0), created together with the layer"
+            f"{drawing.name} draws from keras.random without a seed, so the values would differ between backends, "
+            "between devices and after a resume; pass seed=keras.random.SeedGenerator(0), created with the layer"
         )
     kept = current_step().kept
     if kept is not None and isinstance(seed, keras.random.SeedGenerator) and id(seed.state) not in kept:
         raise UserError(
             f"{_UNNAMED.name if drawing is None else drawing.name} draws with a SeedGenerator that the model does not "
-            "hold, so each step would draw the same values on jax; make it an attribute of the model"
+            "hold, so each step would draw the same values on jax; make the generator an attribute of the model"
         )
     return next_seed(seed) if words is None else words()
 
@@ -349,9 +364,10 @@ def _unit(shape: Any, seed: Any, dtype: Any) -> Any:
 
 
 def generators_of(objects: list[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Returns functions that get and set the states of Python's and NumPy's random generators.
+    """Returns pairs of functions that get and set the state of random generators outside of Keras.
 
-    It includes the generators in attributes of `objects`, and with torch also PyTorch's CPU generator.
+    These are the generators of Python's `random` and of NumPy, and the generators in attributes of `objects`. With
+    torch, PyTorch's CPU generator is included.
     """
     own = [value for each in objects for value in vars(each).values()]
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [

@@ -15,21 +15,21 @@ from kerasdp.keras_compat.patches import current_step, step_with
 
 
 class RowOrder(enum.Enum):
-    """The order of a batch's rows on axis 0, which may also hold several entries (windows, tokens, views) for each row.
+    """The order of the rows of a batch on axis 0 of a tensor.
 
-    `FIRST`: axis 0 is `(rows, others)`; the entries of a row are adjacent. `LAST`: axis 0 is `(others, rows)`, as in
-    `concatenate([real, made])`.
+    Axis 0 may hold several entries (windows, tokens, views) for each row. `FIRST`: the entries of a row are adjacent,
+    so axis 0 is `(rows, entries)`. `LAST`: axis 0 is `(entries, rows)`, as in `concatenate([real, made])`.
     """
 
     FIRST = "first"
     LAST = "last"
 
     def rows_first(self, tensor: Any, num_rows: int) -> Any:
-        """Makes the entries of each row adjacent; `num_rows` is the number of rows in the tensor."""
+        """Reorders axis 0 so that the entries of a row are adjacent; `num_rows` is the number of rows in `tensor`."""
         return self._refolded(tensor, tensor.shape[0] // num_rows, num_rows)
 
     def rows_back(self, tensor: Any, num_rows: int) -> Any:
-        """Undoes `rows_first`; the number of rows may have changed in between."""
+        """Undoes `rows_first`. The number of rows may have changed since `rows_first`."""
         return self._refolded(tensor, num_rows, tensor.shape[0] // num_rows)
 
     def _refolded(self, tensor: Any, outer: int, inner: int) -> Any:
@@ -41,17 +41,17 @@ class RowOrder(enum.Enum):
         return ops.reshape(ops.swapaxes(ops.reshape(tensor, (outer, inner, *shape)), 0, 1), (outer * inner, *shape))
 
     def indices(self, size: int, num_rows: int, first_row: Any, total_rows: int) -> Any:
-        """Returns the index in the full tensor of each entry of a shard; int32, of shape `(size,)`.
+        """Returns the index in the full tensor of each entry of a shard, as int32 of shape `(size,)`.
 
         Args:
             size: the length of the shard's axis 0.
             num_rows: the number of rows in the shard. Padding rows, beyond the end of the full tensor, get the indices
-                of its last row.
-            first_row: the index of the shard's first row in the full tensor; may be a scalar tensor.
+                of the last row of the full tensor.
+            first_row: the index of the shard's first row in the full tensor: an int or a scalar tensor.
             total_rows: the number of rows in the full tensor.
 
         Returns:
-            A tensor; a NumPy array if `first_row` is an int.
+            A NumPy array if `first_row` is an int, else a tensor.
         """
         from keras import ops
 
@@ -66,16 +66,16 @@ class RowOrder(enum.Enum):
 
 
 class RowLayout:
-    """Records where each tensor of a model has the rows of a batch, and which layers need the rows of all replicas.
+    """Records where the rows of a batch are in each tensor of a model, and which layers need the rows of all replicas.
 
-    Two values identify a tensor: a key (a seed, a layer, the index of an output), and the number of earlier calls with
-    this key in the forward pass.
+    Two values identify a tensor: a key and a number. The key identifies the caller (a seed, a layer, the index of an
+    output). The number counts earlier calls with this key in the forward pass.
 
     Attributes:
         adding: the layers that add losses, by `id`.
-        assigning: by `id` of a layer that assigns to variables of the model, the layer and these variables.
+        assigning: the layers that assign to variables of the model, by `id`: pairs of the layer and these variables.
         mixing: the layers that mix the samples of a batch, by `id`.
-        checked: the results that were compared with the results of an unsplit batch: `"outputs"`, `"loss"`.
+        checked: the names of results that were compared with the results of an unsplit batch: `"outputs"`, `"loss"`.
         outputs: `KerasTensor`s of the model's outputs in training; None if the model was not called.
     """
 
@@ -92,21 +92,21 @@ class RowLayout:
         return id(layer) in self.adding or id(layer) in self.mixing or self.keeps(layer)
 
     def keeps(self, layer: Any) -> bool:
-        """Returns whether a layer assigns values to variables that may depend on the rows."""
+        """Returns whether a layer stores values in variables that may depend on the rows."""
         import keras
 
         # The values that spectral normalization assigns depend on weights alone.
         return id(layer) in self.assigning and not isinstance(layer, keras.layers.SpectralNormalization)
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowOrder | None:
-        """Returns where a tensor has the rows; None if the tensor is the same for all rows.
+        """Returns where the rows are in a tensor; None if the tensor is the same for all rows.
 
         Args:
-            key: identifies the caller; hashable.
+            key: a hashable object that identifies the caller.
             number: the number of earlier calls with this key in this forward pass.
             shape: the shape of the tensor.
-            tensor: a tensor with the rows at the same positions; None if there is none.
-            name: for messages.
+            tensor: the tensor, or another tensor with the rows at the same positions; None if there is none.
+            name: the name of the caller, for error messages.
 
         Raises:
             UserError: if the positions of the rows are unknown.
@@ -118,49 +118,57 @@ class RowLayout:
             found = known[0]
         else:
             found = (
-                f"works on a tensor of shape {shape}, which it did not have in the trial call before the first step, "
-                "so kerasdp cannot find the samples of the batch in it; call the same layers in each training step, or "
-                "train on one device"
+                f"works on a tensor of shape {shape}. The trial call before the first step had no such tensor, so "
+                "kerasdp cannot find the samples of the batch in this tensor; call the same layers in each training "
+                "step, or train on one device"
             )
         if isinstance(found, str):
             raise UserError(f"{name} {found}")
         return found
 
     def add(self, key: Any, found: RowOrder | str | None) -> None:
-        """Records where a tensor has the rows, for the next call with this key; a string says why that is unknown."""
+        """Records where the rows are in a tensor, for the next call with this key.
+
+        Args:
+            key: a hashable object that identifies the caller.
+            found: the positions of the rows; None if the tensor is the same for all rows. If the positions are unknown,
+                the end of an error message, which explains this.
+        """
         self._known.setdefault(key, []).append(found)
 
     def can_call_with_all_rows(self, layer: Any) -> bool:
-        """Returns whether the positions of the rows are known in a layer's arguments and outputs."""
+        """Returns whether the positions of the rows are known in all arguments and outputs of a layer."""
         known = [found for kind in ("arguments", "outputs") for found in self._known.get((kind, id(layer)), [])]
         return bool(known) and not any(isinstance(found, str) for found in known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaContext:
-    """Describes the replica of a forward pass, and the rows of the global batch that it sees.
+    """Describes the replica that runs a forward pass, and the rows of the global batch in this pass.
 
     Args:
         num_replicas: the number of replicas that share the global batch.
-        num_rows: the number of real rows in this replica's input, before the padding at its end; an int or a scalar
-            tensor. None where a layer sees the whole global batch at once, without padding (jax).
+        num_rows: the number of real rows in this replica's input, without the padding at the end: an int or a scalar
+            tensor. None if a layer sees the whole global batch at once, without padding (jax).
         rows: the number of rows in this replica's input, with padding; None on jax.
-        first_row: the index of this replica's first row in the global batch; may be a scalar tensor.
-        total_rows: the number of rows in the global batch, without padding; None where a layer sees all of them.
-        replicas: the rows that each replica has of the batch, or of the micro-batch; empty on jax.
-        row_layout: where tensors of the model have the rows. None: on axis 0 if its length is `rows`.
-        is_trial: whether this is the trial call on a few rows. Batch norm then uses its moving statistics.
-        gather: stacks a tensor of all replicas along a new first axis. It is differentiable: the gradient of a
-            replica's tensor is the sum of its gradients on all replicas. None on jax.
-        weight: the weight of this replica's gradients in their average over the replicas; the mean of all weights is 1.
-        gather_rows: gathers the rows of all replicas, without padding, as a tensor of the global batch. None on jax,
-            and if one program computes a whole micro-batch without padding.
+        first_row: the index of this replica's first row in the global batch: an int or a scalar tensor.
+        total_rows: the number of rows in the global batch, without padding; None if a layer sees the whole batch.
+        replicas: the rows of each replica in the batch, or in the micro-batch; empty on jax.
+        row_layout: the positions of the rows in tensors of the model. None: the rows are on axis 0 of all tensors whose
+            axis 0 has the length `rows`.
+        is_trial: whether this is the trial call on a few rows, in which batch norm uses its moving statistics.
+        gather: a function that stacks the tensors of all replicas along a new first axis. It is differentiable: the
+            gradient of a replica's tensor is the sum of the tensor's gradients on all replicas. None on jax.
+        weight: the weight of this replica's gradients in the average over the replicas. The mean of all weights is 1.
+        gather_rows: a function that gathers the rows of all replicas, without padding, as a tensor of the global batch.
+            None on jax, and if one program computes a whole micro-batch without padding.
         is_custom_step: whether this is a user-defined step, which computes its losses itself.
-        is_micro_batch: whether these rows belong to a micro-batch: then no layer sees more rows than these.
-        calling: the layers that are being called, the innermost one last.
-        regularized: by `id` of a layer that was just called, the losses of its activity regularizer.
-        moving: collects the statistics of batch norms with `statistics="replica"`, to be summed over the replicas after
-            the pass: pairs of the layer and a tensor for `layers.move_together`. None: the layers gather them at once.
+        is_micro_batch: whether these rows belong to a micro-batch. Then no layer sees rows outside of the micro-batch.
+        calling: the layers whose calls are running. The innermost layer is the last one.
+        regularized: the losses of the activity regularizer of a layer that was just called, by `id` of the layer.
+        moving: collects the statistics of batch norms with `statistics="replica"`, as pairs of the layer and a tensor
+            for `layers.move_together`. After the pass, these tensors are summed over the replicas. None: the layers
+            gather the statistics at once.
     """
 
     num_replicas: int
@@ -182,12 +190,14 @@ class ReplicaContext:
     _calls: dict[Any, int] = dataclasses.field(default_factory=dict)
 
     def row_order(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowOrder | None:
-        """Returns where a tensor has the rows; None if the tensor is the same on all replicas.
+        """Returns where the rows are in a tensor; None if the tensor is the same on all replicas.
 
         Args:
-            key: identifies the caller; hashable. Calls with a key come in the same order in each forward pass.
-            tensor: a tensor with the rows at the same positions; may be None if `shape` is given.
-            name: for messages.
+            key: a hashable object that identifies the caller. Calls with the same key come in the same order in each
+                forward pass.
+            tensor: the tensor, or another tensor with the rows at the same positions. None is allowed if `shape` is
+                given.
+            name: the name of the caller, for error messages.
             shape: the shape of the tensor. None: the shape of `tensor`.
 
         Raises:
@@ -202,7 +212,7 @@ class ReplicaContext:
         return self.row_layout.find(key, number, shape, tensor, name)
 
     def of_whole(self) -> "ReplicaContext":
-        """Returns the context for a layer that this pass calls on the global batch."""
+        """Returns the context for a layer that is called on the global batch within this pass."""
         return dataclasses.replace(
             self,
             num_replicas=1,
@@ -216,7 +226,7 @@ class ReplicaContext:
         )
 
     def once_more(self) -> "ReplicaContext":
-        """Returns a copy of this context to recompute a layer; the recomputation does not change this context."""
+        """Returns a copy of this context for recomputing a layer. The recomputation does not change this context."""
         return dataclasses.replace(
             self,
             calling=[*self.calling],
@@ -226,20 +236,20 @@ class ReplicaContext:
         )
 
     def of_tensor(self, order: RowOrder | None, num_rows: int) -> "ReplicaContext":
-        """Returns the context for a tensor with `num_rows` entries on axis 0; the entries of a row are adjacent."""
+        """Returns the context for a tensor with `num_rows` entries on axis 0, with the entries of a row adjacent."""
         is_padded = order is not None and self.num_rows != self.rows
         real = self.num_rows * (num_rows // cast(int, self.rows)) if is_padded else num_rows
         return dataclasses.replace(self, num_rows=real, rows=num_rows)
 
     def of_real_rows(self) -> "ReplicaContext":
-        """Returns the context of a step without padding; a replica without real rows keeps one row of padding."""
+        """Returns the context of a step without padding. A replica without real rows keeps one row of padding."""
         weight = self.num_rows * self.num_replicas / (self.total_rows or 1)
         rows = max(self.num_rows, 1)
         gather: Any = self.gather and functools.partial(cast(Any, self.gather), weight=weight)
         return dataclasses.replace(self, rows=rows, weight=weight, gather=gather, moving=None)
 
     def whole_outputs(self, outputs: Any) -> Any:
-        """Gathers a model's outputs for the global batch; `outputs` is a structure of tensors."""
+        """Gathers a model's outputs for the global batch. `outputs` is a structure of this replica's tensors."""
         import keras
 
         leaves = keras.tree.flatten(outputs)
@@ -247,11 +257,11 @@ class ReplicaContext:
         return keras.tree.pack_sequence_as(outputs, whole)
 
     def output_order(self, number: int, output: Any) -> RowOrder | None:
-        """Returns where the model's output with this index has the rows."""
+        """Returns where the rows are in the model's output with the index `number`."""
         return self.row_order(("output", number), output, f"output {number} of the model")
 
     def rows_of_all(self, rows: Any) -> Any:
-        """Gathers the rows of all replicas; the gradient of a row is the sum of its gradients on all replicas.
+        """Gathers the rows of all replicas. The gradient of a row is the sum of its gradients on all replicas.
 
         Args:
             rows: a tensor with one or several entries for each row on axis 0.
@@ -279,9 +289,9 @@ class ReplicaContext:
 
         Args:
             tensor: this replica's shard.
-            order: where it has the rows; None: the tensor is returned unchanged.
-            gather_rows: gathers the rows. None: the gradient is correct for a loss of the global batch that each
-                replica computes.
+            order: where the rows are in the shard. None: the tensor is returned unchanged.
+            gather_rows: a function that gathers the rows. None: the `gather_rows` of this context, whose gradient is
+                correct for a loss of the global batch that each replica computes.
         """
         from kerasdp.keras_compat.layers import with_mask
 
@@ -297,7 +307,10 @@ class ReplicaContext:
         return with_mask(gather, tensor)
 
     def own_part(self, whole: Any, order: RowOrder) -> Any:
-        """Returns this replica's shard of a tensor of the global batch, with its mask; padding repeats the last row."""
+        """Returns this replica's shard of a tensor of the global batch, with the mask of the tensor.
+
+        Padding repeats the last row.
+        """
         from keras import ops
 
         from kerasdp.keras_compat.layers import with_mask
@@ -313,10 +326,10 @@ class ReplicaContext:
 
 @contextlib.contextmanager
 def attributes_kept() -> Iterator[None]:
-    """Restores the attributes of the layers that are being called, at the end of the context.
+    """Restores the attributes of the layers whose calls are running, at the end of the context.
 
-    For the time in which this replica waits: other replicas, in other threads, call the same layers. Some layers store
-    lists or tensors of a call in attributes, such as keras-tcn 3.5 its skip connections.
+    While this replica waits in the context, other replicas call the same layers in other threads. Some layers store
+    lists or tensors of a call in attributes. For example, keras-tcn 3.5 stores its skip connections.
     """
     context = current()
     layers = () if context is None else tuple(context.calling)
@@ -327,18 +340,18 @@ def attributes_kept() -> Iterator[None]:
 
 
 def alone(statistics: Any) -> Any:
-    """Adds a first axis of length 1, as `ReplicaContext.gather` does for a single replica."""
+    """Adds a first axis of length 1, like `ReplicaContext.gather` for a single replica."""
     return statistics[None]
 
 
 def current() -> ReplicaContext | None:
-    """Returns the context of the running step; None outside of one, or with a single replica."""
+    """Returns the context of the running step; None outside of a step, or with a single replica."""
     return current_step().replica
 
 
 @contextlib.contextmanager
 def use(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
-    """Makes `context` the current one within a `with` block."""
+    """Makes `context` the current context within a `with` block."""
     with step_with(replica=context):
         yield context
 
@@ -346,13 +359,13 @@ def use(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
 def all_rows(rows: Any) -> Any:
     """Returns the rows of the global batch on every device, in the order of the batch.
 
-    Use it in a user-defined `train_step`, in a function of `Runner.step` or in a layer. One use is a loss that compares
-    each sample with all others (a contrastive loss). Another is a queue that keeps the rows of past batches. Each
-    device may compute the loss of all rows, or a loss that compares its rows with all rows. The gradients are the same
-    as on one device in both cases.
+    Use `all_rows` in a user-defined `train_step`, in a function of `Runner.step` or in a layer. For example, a
+    contrastive loss compares each sample with all other samples. Another example is a queue that stores the rows of
+    past batches. Each device may compute the loss of all rows, or a loss that compares its rows with all rows. In both
+    cases, the gradients are the same as on one device.
 
-    It returns `rows` unchanged outside of a run, on one device, and with jax, which computes the global batch as one
-    program.
+    Outside of a run, on one device, and with jax, `all_rows` returns `rows` unchanged. jax computes the global batch as
+    one program.
 
     Args:
         rows: a tensor of shape `(rows, ...)`. Axis 0 has one entry for each sample of this device.
@@ -361,7 +374,7 @@ def all_rows(rows: Any) -> Any:
         A tensor of shape `(rows of the global batch, ...)`.
 
     Raises:
-        UserError: if axis 0 is not the samples of this device, or the run has micro-batches.
+        UserError: if axis 0 does not have one entry for each sample of this device, or if the run has micro-batches.
 
     Example:
         ```python
@@ -388,15 +401,15 @@ def all_rows(rows: Any) -> Any:
         return rows
     if context.is_micro_batch:
         raise UserError(
-            "all_rows: not available with micro-batches, which do not have each other's rows; train with "
-            "--strategy=data and without --accumulate"
+            "all_rows: not available with micro-batches, because a micro-batch has only some rows of the batch; train "
+            "with --strategy=data and without --accumulate"
         )
     if context.num_replicas == 1:
         return rows
     if not len(rows.shape) or rows.shape[0] != context.rows:
         raise UserError(
-            f"all_rows: expected a tensor whose axis 0 is the {context.rows} samples of this device. Received: shape "
-            f"{tuple(rows.shape)}; pass one entry for each sample, and each of several views in a separate call"
+            f"all_rows: expected a tensor with one entry on axis 0 for each of the {context.rows} samples of this "
+            f"device. Received: shape {tuple(rows.shape)}; with several views of a sample, call all_rows for each view"
         )
     return context.rows_of_all(rows)
 
@@ -405,10 +418,10 @@ def gather_shards(rows: Any, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]
     """Gathers the rows of all replicas, without padding.
 
     Args:
-        rows: this replica's rows, with padding, of shape `(size * others, ...)`, with `others` entries for each row.
-        own: describes these rows.
-        replicas: see `Split.replicas`.
-        gather: concatenates the same number of rows from each replica.
+        rows: this replica's rows, with padding, of shape `(size * others, ...)`. Each row has `others` entries.
+        own: the size of this replica's shard, with and without padding.
+        replicas: the sizes of all shards: see `Split.replicas`.
+        gather: a function that concatenates tensors of all replicas that have the same number of rows.
     """
     others = rows.shape[0] // own.size
     return gather(rows)[: sum(each.num_rows for each in replicas) * others]

@@ -9,7 +9,10 @@ from kerasdp.keras_compat.patches import current_step
 
 
 def rematerialized(block: Any) -> Any:
-    """Calls the layer of a `kerasdp.scale.remat.Block` with rematerialization; returns the layer's outputs."""
+    """Calls the layer of `block`, so that the backward pass recomputes the layer. Returns the layer's outputs.
+
+    `block` is a `kerasdp.scale.remat.Block`.
+    """
 
     def run(tensors: list[jax.Array]) -> list[jax.Array]:
         return block.run(tensors, [])
@@ -19,9 +22,9 @@ def rematerialized(block: Any) -> Any:
 
 
 def _with_own_gradient(run: Any) -> Any:
-    """Does the work of `jax.checkpoint` within an outer checkpoint whose policy keeps values.
+    """Replaces `jax.checkpoint` within an outer `jax.checkpoint` whose policy keeps values.
 
-    JAX (0.10.2) would apply the policy of the outer checkpoint to the inner one, and keep the inner values.
+    JAX (0.10.2) would apply the policy of the outer checkpoint to the inner checkpoint, and so keep the inner values.
     """
 
     def call(tensors: list[jax.Array]) -> list[jax.Array]:

@@ -1,6 +1,6 @@
 """Shards the optimizer's variables, or all variables, over the devices in data parallelism on JAX.
 
-XLA gathers a weight where a layer uses it, and leaves each device its shard of the gradient.
+XLA gathers each weight where a layer uses it. Each device gets only its shard of each gradient.
 """
 
 import dataclasses
@@ -24,27 +24,30 @@ if TYPE_CHECKING:
 
 
 class PartsLayout(Layout):
-    """Describes the shardings of a model's variables if the devices hold shards of some: see `Layout`."""
+    """Describes the shardings of a model's variables, some of which are sharded over the devices. See `Layout`."""
 
     def __init__(self, replicated: NamedSharding, what: str):
-        """Stores which variables are sharded.
+        """Sets up the layout.
 
         Args:
             replicated: the sharding of replicated tensors.
-            what: see `Config.shard`.
+            what: value of `Config.shard`, which says which variables are sharded.
         """
         super().__init__(replicated)
         self._what = what
 
     def part_of(self, shape: Sequence[int]) -> NamedSharding:
-        """Returns the sharding of a variable of this shape: along `cut_axis`, or replicated if no axis can be cut."""
+        """Returns the sharding of a variable of this shape.
+
+        The variable is sharded along the axis that `cut_axis` returns. It is replicated if `cut_axis` returns None.
+        """
         axis = cut_axis(shape, self.replicated.mesh.size)
         if axis is None:
             return self.replicated
         return NamedSharding(self.replicated.mesh, PartitionSpec(*[None] * axis, "batch"))
 
     def of_variables(self, model: "keras.Model", variables: "list[keras.Variable]") -> list[NamedSharding]:
-        """Returns the sharding of each variable: see `Layout`."""
+        """Returns the sharding of each variable. See `Layout`."""
         slots = {id(slot) for optimizer in optimizers_of(model) for slot in optimizer.variables}
         whole = super().of_variables(model, variables)
         return [
@@ -53,17 +56,18 @@ class PartsLayout(Layout):
         ]
 
     def cut(self, values: list[Any]) -> list[Any]:
-        """Shards gradients or new weights, so that each device computes only its shard: see `Layout`."""
+        """Shards gradients or new weights, so that each device computes only its shard. See `Layout`."""
         return [
             None if value is None else jax.lax.with_sharding_constraint(value, self.part_of(value.shape))
             for value in values
         ]
 
     def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Makes a function of weights gather the sharded weights: see `Layout`.
+        """Wraps a function of weights so that it gathers sharded weights. See `Layout`.
 
-        Each weight is gathered where it is used, and again in the backward pass. It is not kept in between. All other
-        values are kept: otherwise `jax.checkpoint` would compute them twice.
+        Each weight is gathered where the function uses the weight, and gathered again in the backward pass. The
+        gathered weight is not kept in between. All other values are kept, otherwise `jax.checkpoint` would compute them
+        twice.
         """
         if self._what != "weights":
             return function
@@ -84,8 +88,9 @@ class PartsLayout(Layout):
 def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Returns whether `jax.checkpoint` keeps a value for the backward pass: all values except gathered weights.
 
-    JAX (0.10.2) asks about the result of a function with a custom gradient before the result gets a name
-    (`jax.ad_checkpoint.checkpoint_name`). So the gathering function is recognized by its operation.
+    A gathered weight is recognized by the operation of the gathering function. It cannot be recognized by a name
+    (`jax.ad_checkpoint.checkpoint_name`): for a function with a custom gradient, JAX (0.10.2) calls the policy before
+    the result gets a name.
     """
     if primitive.name != "custom_vjp_call":
         return True
@@ -93,11 +98,11 @@ def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 class ShardedDataParallel(DataParallel):
-    """Runs a replica of the model on each device, and shards some of its variables over the devices."""
+    """Runs a replica of the model on each device, and shards some of the variables over the devices."""
 
     @functools.cached_property
     def _distribution(self) -> "keras.distribution.Distribution":
-        """Returns Keras' distribution of variables over the devices: see `DataParallel`."""
+        """Returns the Keras distribution that shards variables over the devices. See `DataParallel`."""
         import keras
 
         if self.config.shard != "weights":
@@ -116,11 +121,11 @@ class ShardedDataParallel(DataParallel):
         return Parts(devices=names, auto_shard_dataset=False)
 
     def layout(self) -> Layout:
-        """Returns the shardings of a model's variables: see `DataParallel`."""
+        """Returns the shardings of a model's variables. See `DataParallel`."""
         return PartsLayout(self.replicated, self.config.shard)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Returns the step functions, and describes how many bytes a device holds: see `Strategy`."""
+        """Returns the step functions. Their description says how many bytes a device holds. See `Strategy`."""
         held = held_in_words(model, self.config.shard, len(self.devices))
         return dataclasses.replace(super().step_functions(model, run_state), description=held)
 
@@ -135,11 +140,11 @@ class ShardedDataParallel(DataParallel):
         set_raw_values(variables, map(self._readable, variables))
 
     def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """Calls `take` on the whole value of each variable, and returns the results: see `Strategy`."""
+        """Calls `take` on the whole value of each variable, and returns the results. See `Strategy`."""
         return [take(whole) if take else None for whole in map(self._readable, variables)]
 
     def _readable(self, variable: "keras.Variable") -> jax.Array:
-        """Returns a variable's value; gathers it on each device if some shards are on other hosts."""
+        """Returns the value of a variable. Gathers the value on each device if some shards are on other hosts."""
         value = variable.value
         is_here = value.is_fully_addressable or value.is_fully_replicated
         return value if is_here else jax.device_put(value, self.replicated)

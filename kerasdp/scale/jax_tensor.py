@@ -1,8 +1,8 @@
-"""Implements tensor parallelism on JAX: each device holds a shard of every layer's output channels.
+"""Implements tensor parallelism on JAX: each layer's output channels are sharded over the devices.
 
-Each device sees the whole batch. `keras.distribution.ModelParallel` sets the shardings of the variables. XLA splits the
-program accordingly, and adds the collectives (GSPMD: Xu et al. 2021, arXiv:2105.04663). So any loss and any metric has
-the same value as on one device.
+Each device gets the whole batch. `keras.distribution.ModelParallel` sets the shardings of the variables. XLA splits the
+program according to these shardings, and adds the collectives (GSPMD: Xu et al. 2021, arXiv:2105.04663). So each loss
+and each metric has the same value as on one device.
 """
 
 import dataclasses
@@ -43,7 +43,10 @@ class TensorParallel(ShardedDataParallel):
         names = self._device_names()
 
         class LastAxes(keras.distribution.ModelParallel):
-            """Shards the last axis of kernels, and of vectors along it, if its size divides by the device count."""
+            """Shards the last axis of kernels and vectors over the devices.
+
+            An axis is sharded only if its size is divisible by the number of devices.
+            """
 
             # A LayoutMap cannot express this (Keras 3.15): it finds a variable by its path, not by its shape.
             # Optimizer slots do not come here: Keras gives them the layout of their weight.
@@ -58,11 +61,13 @@ class TensorParallel(ShardedDataParallel):
         return LastAxes(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch", auto_shard_dataset=False)
 
     def layout(self) -> Layout:
-        """Returns the shardings of variables, as Keras distributes them: see `DataParallel`."""
+        """Returns the shardings that Keras sets for the variables. See `DataParallel`."""
         return Layout(self.replicated)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Returns jitted train, test and predict functions, which XLA splits as the variables are sharded.
+        """Returns jitted train, test and predict functions.
+
+        XLA splits the functions according to the shardings of the variables.
 
         Raises:
             UserError: if no weight can be sharded, so that each device would do all of the work.
@@ -70,8 +75,8 @@ class TensorParallel(ShardedDataParallel):
         num_devices, cut = len(self.devices), _cut_weights(model)
         if num_devices > 1 and not cut:
             raise UserError(
-                f"--strategy=tensor: expected kernels whose last axis divides by the {num_devices} devices. Received: "
-                f"none in {model.name}, so each device would do all of the work; use fewer --gpus, or --strategy=data"
+                f"--strategy=tensor: expected a kernel with a last axis divisible by the {num_devices} devices. "
+                f"Received: none in {model.name}, so all devices would do the same work; use --strategy=data"
             )
         values = [variable.value for variable in all_variables(model)]
         held = sum(value.addressable_shards[0].data.nbytes for value in values)

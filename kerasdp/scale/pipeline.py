@@ -1,6 +1,6 @@
 """Cuts a functional Keras model into stages with about equally many weights.
 
-A run with `strategy="pipeline"` (torch) trains a model in such stages.
+A run with `strategy="pipeline"` (torch) trains the model in these stages.
 
 Example:
     ```python
@@ -34,14 +34,15 @@ __all__ = ["Stage", "split", "table"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of a model that `split` has cut. It is called with a list of inputs, and returns a list of outputs.
+    """Holds one stage of a model that `split` has cut. A call takes a list of inputs, and returns a list of outputs.
 
     Args:
-        model: a functional model with the layers of this stage. It shares them, and so the weights, with the whole
-            model. Its inputs are the outputs of the stage before it; the first stage has the inputs of the whole model.
+        model: a functional model with the layers of this stage. The whole model has the same layers, and so the same
+            weights. The inputs are the outputs of the previous stage, or for the first stage the inputs of the whole
+            model.
         layers: names of the layers, in the order of their calls.
-        share: the share of the weights of the whole model, from 0 to 1.
-        num_bytes: bytes of the tensors that go to the next stage, for one sample; 0 for the last stage.
+        share: the stage's fraction of the weights of the whole model, from 0 to 1.
+        num_bytes: number of bytes that the stage sends to the next stage for one sample; 0 for the last stage.
 
     Example:
         ```python
@@ -66,8 +67,8 @@ class Stage:
         """Computes the outputs of the stage.
 
         Args:
-            inputs: a list of tensors, the outputs of the stage before.
-            training: as for a Keras model.
+            inputs: a list of tensors, the outputs of the previous stage.
+            training: whether the layers run in training mode, as for a Keras model.
 
         Returns:
             A list of tensors.
@@ -79,9 +80,9 @@ class Stage:
 def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None = None) -> list[Stage]:
     """Cuts a model into stages.
 
-    A cut may be between any two layers. Several tensors may cross it, and a tensor may pass through a stage that does
-    not use it. A cut raises an error if a layer with weights is used on both sides, or if a tensor with a mask crosses
-    it. A nested model is one layer.
+    A cut may be between any two layers, with two exceptions: a layer with weights must not be used on both sides of the
+    cut, and a tensor with a mask must not cross the cut. Several tensors may cross a cut. A tensor may pass through a
+    stage that does not use the tensor. A nested model counts as one layer.
 
     Args:
         model: a built functional or Sequential model.
@@ -92,7 +93,7 @@ def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None =
         A list of `Stage`, in the order of their calls.
 
     Raises:
-        UserError: if the model cannot be cut into so many stages, or not after these layers.
+        UserError: if the model cannot be cut into `num_stages` stages, or not after the layers in `cut_at`.
 
     Example:
         ```python
@@ -128,7 +129,7 @@ def split(model: keras.Model, num_stages: int = 2, *, cut_at: list[str] | None =
 
 
 def table(stages: list[Stage]) -> str:
-    """Returns a table of the stages as text: their layers, parameters, and the bytes that they send.
+    """Returns a table as text, with the layers and parameters of each stage, and the bytes that each stage sends.
 
     Args:
         stages: stages as `split` returns them.
@@ -154,10 +155,10 @@ def table(stages: list[Stage]) -> str:
 
 
 def functional(model: keras.Model) -> keras.Model:
-    """Returns the model if it is functional, or the functional model within a Sequential model.
+    """Returns the model if it is functional. Returns the inner functional model of a Sequential model.
 
     Raises:
-        UserError: if it is neither.
+        UserError: if the model is neither functional nor Sequential.
     """
     known = as_functional(model)
     if known is None:
@@ -169,13 +170,13 @@ def functional(model: keras.Model) -> keras.Model:
 
 
 class Graph:
-    """Lists the calls of a functional model's layers, in an order in which they can be made.
+    """Lists the layer calls of a functional model, in an order in which they can be computed.
 
-    A place is a possible cut. It is the number of calls before the cut.
+    A place is a possible cut, given as the number of calls before the cut.
 
     Attributes:
         calls: the calls in that order.
-        names: the names of the called layers.
+        names: name of the called layer for each call.
     """
 
     def __init__(self, model: keras.Model):
@@ -189,14 +190,14 @@ class Graph:
         return [tensor for tensor in made if id(tensor) in used.union(map(id, self._model.outputs))]
 
     def num_bytes(self, place: int) -> int:
-        """Returns the bytes of the tensors that cross a place, for one sample."""
+        """Returns the size in bytes of the tensors that cross a place, for one sample."""
         return sum(
             int(np.prod([size or 1 for size in tensor.shape[1:]])) * bytes_of_number(tensor.dtype)
             for tensor in self.crossing(place)
         )
 
     def why_not(self, place: int) -> str:
-        """Returns the reason why the model cannot be cut at a place; empty if it can."""
+        """Returns the reason why the model cannot be cut at a place; an empty text if it can be cut there."""
 
         def holders(made: list[Any]) -> dict[int, str]:
             operations = [call.operation for call in made]
@@ -226,7 +227,7 @@ class Graph:
         return place
 
     def stage(self, start: int, end: int, name: str) -> keras.Model:
-        """Builds a model of the calls between two places, by calling the layers again on new inputs."""
+        """Builds a model of the calls between two places. Calls the layers again on new inputs."""
         incoming = self._model.inputs if start == 0 else self.crossing(start)
         outgoing = self._model.outputs if end == len(self.calls) else self.crossing(end)
         known = {id(tensor): keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in incoming}
@@ -249,21 +250,25 @@ class Graph:
 
 
 def _balanced(graph: Graph, costs: list[float], num_stages: int) -> list[int]:
-    """Returns the places nearest to equal shares of the cost; of equally near places, the one with the fewest bytes."""
+    """Returns the places that cut a model into stages of about equal cost.
+
+    For each cut, chooses the place nearest to an equal share of the cost. Of equally near places, chooses the place
+    that the fewest bytes cross.
+    """
     places = graph.places()
     if num_stages < 1 or num_stages - 1 > len(places):
         raise UserError(
-            f"--gpus: expected from 1 to {len(places) + 1}, the most stages that this model has (a nested model is "
-            f"one layer). Received: {num_stages}"
+            f"--gpus: expected from 1 to {len(places) + 1}, the largest number of stages of this model (a "
+            f"nested model is one layer). Received: {num_stages}"
         )
     done = np.cumsum(costs) / (sum(costs) or 1.0)
     found: list[int] = []
     for number in range(1, num_stages):
 
         def rank(place: int, share: float = number / num_stages) -> tuple[float, int]:
-            """Returns the distance of a place from a share, and the bytes that cross it.
+            """Returns the distance of a place from an equal share of the cost, and the bytes that cross the place.
 
-            The distance is rounded to hundredths, so that nearly equal distances are equal.
+            The distance is rounded to hundredths, so that nearly equal distances count as equal.
             """
             return round(abs(float(done[place - 1]) - share), 2), graph.num_bytes(place)
 
@@ -274,7 +279,7 @@ def _balanced(graph: Graph, costs: list[float], num_stages: int) -> list[int]:
 
 
 def stages_of(model: keras.Model, config: Config, num_devices: int) -> list[Stage]:
-    """Cuts a built model into stages, as the configuration of the run asks for.
+    """Cuts a built model into stages: after the layers in `config.cut_at`, or into stages of about equal cost.
 
     Raises:
         UserError: if the model cannot be cut this way.
@@ -290,7 +295,7 @@ def stages_of(model: keras.Model, config: Config, num_devices: int) -> list[Stag
     cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
     stages = split(model, num_devices, cut_at=cut_at)
     if any(has_mask(tensor) for tensor in stages[-1].model.outputs):
-        raise UserError(f"a pipeline: outputs of {model.name} carry a mask, which it would lose; use --strategy=data")
+        raise UserError(f"a pipeline would lose the mask of an output of {model.name}; use --strategy=data")
     return stages
 
 

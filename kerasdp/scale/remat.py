@@ -1,8 +1,8 @@
-"""Recomputes layers in the backward pass, with the same results, instead of keeping them (rematerialization).
+"""Recomputes layers in the backward pass instead of keeping their outputs in memory (rematerialization).
 
-The recomputation sees the same state as the call: arguments with their masks, values of variables, Keras' training
-flag, and the rows of the replica. So it draws the same random numbers. The values that it assigns to variables or adds
-to the loss are dropped, because the call has already assigned and added them.
+The recomputation uses the same state as the first call: arguments with their masks, values of variables, Keras'
+training flag, and the rows of the replica. So it draws the same random values, and returns the same results. It assigns
+no values to variables and adds no losses, because the first call has already done so.
 """
 
 import importlib
@@ -34,11 +34,12 @@ Values = list[tuple[keras.Variable, Tensor]]
 def call_for_remat(call: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer so that the backward pass recomputes it.
 
-    The layer is called normally within another such call, in trials, and where the outputs of each layer are recorded.
+    Calls the layer normally within another layer that is recomputed, in trials, with symbolic inputs, and if the step
+    records the outputs of each layer.
 
     Args:
-        call: the call that Keras makes.
-        layer: the layer to call.
+        call: function that runs the layer.
+        layer: the layer.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
     """
@@ -57,7 +58,7 @@ def rematerialize_in(model: keras.Model, what: str) -> None:
 
     Args:
         model: a built model.
-        what: see `Config.remat`.
+        what: value of `Config.remat`, which names the layers.
 
     Raises:
         UserError: if `what` matches no layer.
@@ -67,13 +68,13 @@ def rematerialize_in(model: keras.Model, what: str) -> None:
 
 
 def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
-    """Returns the layers of a model that `Config.remat` names."""
+    """Returns the layers of a model that `what` names. `what` is a value of `Config.remat`."""
     if what == "blocks":
         chosen = blocks_of(model)
         if not chosen:
             raise UserError(
                 f"--remat=blocks: {model.name} has no layer that contains layers with weights; name layers by a "
-                "pattern, as --remat='dense*'"
+                "pattern, such as --remat='dense*'"
             )
         return chosen
     patterns = [pattern.strip() for pattern in what.split(",")]
@@ -83,7 +84,7 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
     for pattern in patterns:
         if not any(is_named(layer, [pattern]) for layer in layers):
             raise UserError(
-                f"--remat={what}: {model.name} has no layer of that name or path: {pattern!r}. It has "
+                f"--remat={what}: {model.name} has no layer with the name or path {pattern!r}. It has "
                 f"{', '.join(dict.fromkeys(layer.name for layer in layers[:8]))}, ..."
             )
     return [layer for layer in layers if is_named(layer, patterns)]
@@ -104,16 +105,16 @@ def blocks_of(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 class Block:
-    """Wraps the call of a layer as a function of tensors, which also returns assigned values and added losses.
+    """Wraps a call of a layer as a function of tensors. The function also returns assigned values and added losses.
 
     Attributes:
-        layer: the layer that is called.
-        tensors: the tensors among its arguments, followed by their masks.
+        layer: the layer.
+        tensors: the tensors among the arguments of the call, followed by their masks.
         begun: the variables that the call read, with their values before the call.
     """
 
     def __init__(self, call: Call, layer: keras.layers.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Stores the call and the current state of the step: see `call_for_remat`."""
+        """Stores the call and the current state of the step. See `call_for_remat` for the arguments."""
         self._call, self.layer, self._arguments = call, layer, (args, kwargs)
         self._leaves = keras.tree.flatten(self._arguments)
         self._places = [place for place, leaf in enumerate(self._leaves) if ops.is_tensor(leaf)]
@@ -126,11 +127,11 @@ class Block:
         self.begun: Values = []
 
     def run(self, tensors: list[Tensor], values: Values) -> list[Tensor]:
-        """Calls the layer; returns its outputs, their masks, the assigned values of variables, and the added losses.
+        """Calls the layer. Returns outputs, their masks, values assigned to variables, and added losses.
 
         Args:
-            tensors: used instead of `self.tensors`.
-            values: values of variables. Other variables keep their values.
+            tensors: tensors to use instead of `self.tensors`.
+            values: values to use for some variables. Other variables keep their values.
         """
         self._adding: list[tuple[Callable[[Any], None], Any]] = []
         with ReadingScope(values) as scope, step_with(adding=self._adding):
@@ -147,7 +148,10 @@ class Block:
         return _flat(self._outputs, scope, self._adding)
 
     def finish(self, tensors: list[Tensor]) -> Any:
-        """Assigns the values that `run` returned, and adds its losses; returns the layer's outputs."""
+        """Assigns values to variables and adds losses, as the layer would do. Returns the layer's outputs.
+
+        `tensors` is the result of `run`.
+        """
         found = iter(tensors)
         given = [next(found) for _ in self._has_mask]
         for leaf, has_mask in zip(given, self._has_mask):
@@ -161,10 +165,10 @@ class Block:
         return keras.tree.pack_sequence_as(self._outputs, leaves)
 
     def again(self, tensors: list[Tensor], values: Values) -> list[Tensor]:
-        """Recomputes the result of `run`, in any thread and without side effects.
+        """Computes the result of `run` again, in any thread and without side effects.
 
         Args:
-            tensors: used instead of `self.tensors`.
+            tensors: tensors to use instead of `self.tensors`.
             values: values of the variables in `begun`.
         """
         replica, adding = self._step.replica, list[Any]()

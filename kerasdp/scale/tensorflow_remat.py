@@ -9,12 +9,15 @@ from kerasdp.errors import UserError
 
 
 def rematerialized(block: Any) -> Any:
-    """Calls the layer of a `kerasdp.scale.remat.Block` with rematerialization; returns the layer's outputs.
+    """Calls the layer of `block`, so that the backward pass recomputes the layer. Returns the layer's outputs.
 
-    An eager call keeps all values, because TensorFlow would not tell which tensors the layer closes over.
+    In eager mode nothing is recomputed, because TensorFlow does not tell which tensors the layer closes over.
+
+    Args:
+        block: a `kerasdp.scale.remat.Block`.
 
     Raises:
-        UserError: if the layer uses values that its gradient would not reach.
+        UserError: if the layer uses weights or tensors that would get no gradient.
     """
     from kerasdp.keras_compat.layers import current_value
 
@@ -55,17 +58,17 @@ def rematerialized(block: Any) -> Any:
 
 
 def _is_there(upstream: Any) -> tf.Tensor:
-    """Returns a True tensor that is computed only after the gradients.
+    """Returns a tensor with the value True that is computed only after the gradients.
 
     TensorFlow (2.21) merges operations with the same inputs. It would merge both passes of a layer, and keep the
-    results. The tensor tests that a cosine is not above 3. Neither TensorFlow nor XLA knows that this is always true.
+    results. The tensor says that a cosine is at most 3. Neither TensorFlow nor XLA knows that this is always true.
     """
     firsts = [tf.cast(tf.reduce_sum(tf.reshape(each, [-1])[:1]), "float32") for each in upstream]
     return tf.logical_not(tf.cos(tf.add_n(firsts)) > 3.0)
 
 
 def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], first: int) -> None:
-    """Raises `UserError` if the layer used weights or float tensors that the call did not get as inputs.
+    """Raises `UserError` if the layer used weights or float tensors that are not inputs of the call.
 
     Args:
         block: the call of the layer.
@@ -78,7 +81,7 @@ def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], f
         if id(variable) not in known and variable.trainable:
             raise UserError(
                 f"--remat: layer {block.layer.name} uses {variable.path}, which is not a variable of that layer, so "
-                "TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
+                "TensorFlow would lose its gradient; remove that layer from --remat, or use --backend=torch or jax"
             )
     operations = tf.compat.v1.get_default_graph().get_operations()
     own = {id(operation) for operation in operations[first:]} | {id(tensor.op) for tensor in tensors}
@@ -89,5 +92,5 @@ def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], f
             if tensor.dtype.is_floating and not is_known:
                 raise UserError(
                     f"--remat: layer {block.layer.name} uses a tensor that is not an argument ({tensor.name}), so "
-                    "TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
+                    "TensorFlow would lose its gradient; remove that layer from --remat, or use --backend=torch or jax"
                 )

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class PipelineParallel(TorchStrategy):
-    """Runs one pipeline stage in this process; each process has one stage. See `kerasdp.contract.Strategy`."""
+    """Trains a model in pipeline stages. Each process runs one stage. See `kerasdp.contract.Strategy`."""
 
     def __init__(self, devices: Devices, config: Config):
-        """Joins the process group. Call before Keras is imported."""
+        """Joins the process group. This must happen before Keras is imported."""
         super().__init__(devices, config)
         self.split = Split(1)
         self._pipelines: ModelCache[Pipeline] = ModelCache()
@@ -40,16 +40,16 @@ class PipelineParallel(TorchStrategy):
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are built, in host memory.
 
-        Host memory may hold larger models than a device.
+        Host memory may hold models that are too large for one device.
         """
         import keras
 
         return keras.device("cpu")
 
     def running(self, model: Any) -> AbstractContextManager[None]:
-        """Returns the context around `fit`, `evaluate` and `predict`, in which Keras creates tensors on the device.
+        """Returns the context of `fit`, `evaluate` and `predict`, in which Keras creates tensors on the device.
 
-        The training function calls them within `scope`, in which Keras computes on the CPU.
+        This context is needed, because the training function runs within `scope`, in which Keras computes on the CPU.
         """
         import keras
 
@@ -70,8 +70,8 @@ class PipelineParallel(TorchStrategy):
         def train(batch: DeviceBatch, _: Detail) -> Trained:
             if weights.key() != compiled_for:
                 raise UserError(
-                    f"{model.name} has layers that were frozen or unfrozen after compile, which a pipeline does not "
-                    "notice: call model.compile again"
+                    f"layers of {model.name} were frozen or unfrozen after compile, which a pipeline does not "
+                    "support; call model.compile again"
                 )
             with numbers_made_on(self.device):
                 loss, rate, logs = pipeline.train_step(batch)
@@ -93,7 +93,7 @@ class PipelineParallel(TorchStrategy):
         )
 
     def _pipeline_of(self, model: Any) -> "Pipeline":
-        """Returns the pipeline of a model; creates it on the first call, and again after each `compile`."""
+        """Returns the pipeline of a model. Creates a new pipeline on the first call, and after each `compile`."""
         pipeline = self._pipelines.get(model)
         if pipeline is None or pipeline.is_stale:
             pipeline = Pipeline(model, self)
@@ -101,21 +101,22 @@ class PipelineParallel(TorchStrategy):
         return pipeline
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
-        """Returns the paths of this stage's variables that differ between replicas: see `Strategy`."""
+        """Returns the paths of this stage's variables that differ between replicas. See `Strategy`."""
         return self.differing(self._pipeline_of(model).module.model.variables)
 
     def gather_variables(self, model: Any) -> None:
-        """Gathers the values of all variables in each process: see `Strategy`."""
+        """Gathers the values of all variables in each process. See `Strategy`."""
         self._pipeline_of(model).gather_variables()
 
 
 class Pipeline:
-    """Trains a model of which this process holds one stage.
+    """Trains a model in stages. This process holds one stage.
 
     Attributes:
         stages: the stages of the model.
         step: the step on the latest batch.
-        has_trained: whether only this process has the current weights of its stage.
+        has_trained: whether the stage was trained after the last `gather_variables`. Then only this process has the
+            current weights of its stage.
     """
 
     step: "PipelineStep"
@@ -158,7 +159,7 @@ class Pipeline:
         return any(new is not old for new, old in zip(_made_by_compile(self.model), self._compiled_with))
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Trains on the global batch; returns its loss, the learning rate, and Keras' logs."""
+        """Trains on the global batch. Returns the loss, the learning rate, and Keras' logs."""
         from kerasdp.keras_compat.layers import weight_penalties
 
         self.model.zero_grad()
@@ -176,7 +177,7 @@ class Pipeline:
             return loss, rate, logs
 
     def test_step(self, batch: DeviceBatch) -> dict[str, Any]:
-        """Evaluates the global batch; returns Keras' logs."""
+        """Evaluates the global batch. Returns Keras' logs."""
         from kerasdp.keras_compat.layers import weight_penalties
 
         outputs = self.predict_step(batch)
@@ -204,9 +205,10 @@ class Pipeline:
         self._schedule(len(numbers)).step(*inputs, number=numbers, target=target, return_outputs=False)
 
     def _schedule(self, num_micro_batches: int) -> Any:
-        """Returns torch's schedule for this number of micro-batches. Its buffers have a fixed size.
+        """Returns the torch schedule for this number of micro-batches.
 
-        Backward passes start as soon as possible (1F1B), which keeps fewer micro-batches in memory. With fewer
+        The buffers of a schedule have a fixed size, so each size needs a separate schedule. In training, backward
+        passes start as soon as possible (1F1B), which keeps fewer micro-batches in memory. In evaluation, or with fewer
         micro-batches than stages, all forward passes run first (GPipe).
         """
         training = self.step.training
@@ -223,10 +225,10 @@ class Pipeline:
         return self._schedules[key]
 
     def _stage(self) -> pipelining.PipelineStage:
-        """Returns torch's stage with the shapes of a micro-batch.
+        """Returns the torch stage with the shapes of a micro-batch.
 
-        Without shapes, torch (2.13) would run a training step on uninitialized memory to find them. After that step,
-        moving statistics are NaN.
+        If the shapes were missing, torch (2.13) would run a training step on uninitialized memory to find the shapes.
+        After that step, moving statistics would be NaN.
         """
 
         def like(tensors: list[Any]) -> tuple[torch.Tensor, ...]:
@@ -245,7 +247,7 @@ class Pipeline:
         )  # fmt: skip
 
     def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
-        """Updates the weights of this process; returns the summed penalties of all stages."""
+        """Updates the weights of this process. Returns the sum of the penalties of all stages."""
         import keras
 
         from kerasdp.keras_compat.optimizers import global_clipnorm, updating_some
@@ -274,7 +276,7 @@ class Pipeline:
         return total_penalty
 
     def _outputs(self) -> Any:
-        """Broadcasts the outputs of the global batch from the last stage to every process, for loss and metrics."""
+        """Returns the outputs of the global batch, which the last stage broadcasts to each process."""
         from kerasdp.scale.pipeline import packed_outputs
 
         step, outputs = self.step, []
@@ -290,7 +292,7 @@ class Pipeline:
         return packed_outputs(self.functional, outputs)
 
     def compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
-        """Computes the loss set by `compile`, without penalties; zero if there is no loss."""
+        """Computes the loss that was passed to `compile`, without penalties. Returns zero if there is no loss."""
         from kerasdp.keras_compat.models import compiled_loss
 
         loss = compiled_loss(self.model)
@@ -299,7 +301,10 @@ class Pipeline:
         return loss(batch.targets, outputs, batch.sample_weight)
 
     def _measure(self, batch: DeviceBatch, outputs: Any, penalty: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Computes the loss with the penalties of all stages, in the dtype of the loss, and Keras' logs."""
+        """Returns the loss, with the penalties of all stages, and Keras' logs.
+
+        The loss has the dtype that the loss function returns.
+        """
         from kerasdp.keras_compat.models import update_loss_metric
 
         loss = self.compiled_loss(batch, outputs)
@@ -349,7 +354,10 @@ def _made_by_compile(model: Any) -> tuple[Any, ...]:
 
 
 def _sum_over_stages(values: list[torch.Tensor]) -> torch.Tensor:
-    """Sums values over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
+    """Sums each value over the stages.
+
+    Sums in float64, because a stage without penalties may use another dtype than the other stages.
+    """
     totals = torch.stack([value.double() for value in values])
     if dist.get_world_size() > 1:
         dist.all_reduce(totals)
@@ -362,7 +370,7 @@ class PipelineStep:
     Attributes:
         micro_batches: the rows of each micro-batch in the global batch.
         scale: the loss scale of a LossScaleOptimizer.
-        outputs: the outputs of the last stage without padding, by the number of the micro-batch.
+        outputs: the outputs of the last stage for each micro-batch, without padding, by micro-batch number.
     """
 
     def __init__(self, pipeline: Pipeline, batch: DeviceBatch, training: bool):
@@ -384,7 +392,7 @@ class PipelineStep:
             self._shares = shares_of(pipeline.model, counts, is_weighted=is_weighted, instead=instead)
 
     def context(self, rows: ReplicaRows) -> ReplicaContext:
-        """Returns the context of layers for the rows of a micro-batch."""
+        """Returns the context in which layers compute the rows of a micro-batch."""
         from kerasdp.step.row_search import row_layout_of
 
         size = self.pipeline.size
@@ -401,7 +409,7 @@ class PipelineStep:
         )
 
     def loss(self, outputs: Any, number: int) -> torch.Tensor:
-        """Returns a micro-batch's share of the global batch's loss, to be differentiated."""
+        """Returns a micro-batch's share of the global batch's loss, times the loss scale, for the backward pass."""
         import keras
 
         from kerasdp.scale.pipeline import packed_outputs

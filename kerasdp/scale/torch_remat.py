@@ -10,9 +10,10 @@ from kerasdp.errors import RunError
 
 
 def rematerialized(block: Any) -> Any:
-    """Calls the layer of a `kerasdp.scale.remat.Block` with rematerialization; returns the layer's outputs.
+    """Calls the layer of `block`, so that the backward pass recomputes the layer. Returns the layer's outputs.
 
-    It uses no `autograd.Function`, which would lose the gradients of tensors that the layer closes over.
+    Does not use an `autograd.Function`, which would lose the gradients of tensors that the layer closes over. `block`
+    is a `kerasdp.scale.remat.Block`.
     """
     if not torch.is_grad_enabled() or any(tensor.is_meta for tensor in block.tensors):
         return block.finish(block.run(block.tensors, []))
@@ -30,7 +31,7 @@ def rematerialized(block: Any) -> Any:
             if version_of(value) != version:
                 raise RunError(
                     f"--remat: {variable.path} changed after the call of layer {block.layer.name} and before the "
-                    "backward pass, which computes the layer again: leave that layer out"
+                    "backward pass, which recomputes the layer; remove that layer from --remat"
                 )
         values = block.begun
         if is_captured:
@@ -49,9 +50,9 @@ def rematerialized(block: Any) -> Any:
 
 
 def _after(tensor: torch.Tensor, upstream: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Returns a copy of a tensor that is computed only after a gradient.
+    """Returns a copy of a tensor. The copy is computed only after the gradient.
 
-    A captured step needs this, because its operations may be reordered.
+    A captured step needs this copy, because its operations may be reordered.
     """
     gradient = next(iter(upstream.values()))
     return torch.ops.kerasdp.after(tensor.detach(), gradient).requires_grad_(tensor.requires_grad)

@@ -38,18 +38,18 @@ _BY_NUMBER = [
 
 
 class Parts:
-    """Holds this rank's shards of the variables of a model that `cut_axis` cuts.
+    """Holds this rank's shards of a model's variables. `cut_axis` says which variables are sharded.
 
-    While steps run, a sharded variable holds this rank's shard. In between it holds the whole value, which callbacks
-    and checkpoints read. `cut` and `gather` switch between these states.
+    While steps run, a sharded variable holds this rank's shard. Between steps, the variable holds the whole value,
+    which callbacks and checkpoints read. `cut` and `gather` switch between the two states.
 
     Attributes:
         model: the built model.
-        size: the number of ranks, each with one shard.
-        holds_weights: whether the weights are sharded, too.
+        size: the number of ranks. Each rank holds one shard.
+        holds_weights: whether the weights are sharded, and not only the optimizer variables.
         cut_weights: the weights that are sharded, or whose optimizer slots are sharded, each with the axis of the cut.
-        axes: the axes of these weights, by the `id` of the weight.
-        is_cut: whether variables hold shards, because steps run.
+        axes: the axis of the cut for each of these weights, by the `id` of the weight.
+        is_cut: whether the variables hold shards at present.
     """
 
     def __init__(self, model: Any, config: Config):
@@ -57,7 +57,7 @@ class Parts:
 
         Args:
             model: the built model.
-            config: the configuration of the run; `shard` is read.
+            config: the configuration of the run. Only `config.shard` is used.
         """
         from kerasdp.keras_compat.layers import is_next_value
 
@@ -81,11 +81,11 @@ class Parts:
 
     @property
     def is_stale(self) -> bool:
-        """Returns whether the model was compiled again, so that other variables are sharded."""
+        """Returns whether the model was compiled again. Then the shards belong to the old optimizer."""
         return getattr(self.model, "optimizer", None) is not self._optimizer
 
     def require_steps_of_keras(self, own: Iterable[str]) -> None:
-        """Raises `UserError` if the model has user-defined steps, because they do not support shards.
+        """Raises `UserError` if the model has user-defined steps, which do not support shards.
 
         Args:
             own: the names of the user-defined steps.
@@ -97,7 +97,7 @@ class Parts:
             )
 
     def cut(self) -> None:
-        """Makes each variable hold this rank's shard; values assigned to the whole variable are kept."""
+        """Replaces the whole value of each sharded variable by this rank's shard of the current value."""
         from kerasdp.keras_compat.layers import held_in_parts, raw_value
 
         if self.is_cut:
@@ -105,7 +105,7 @@ class Parts:
         for variable, axis in self.to_cut():
             value = raw_value(variable)
             if tuple(value.shape) != tuple(variable.shape):
-                raise UserError(f"--shard: the training of another model holds shards of {variable.path}; end it first")
+                raise UserError(f"--shard: the fit of another model holds shards of {variable.path}; end it first")
             part, known = part_of(value.detach(), axis, self._rank, self.size), self._held.get(id(variable))
             kept = part.clone(memory_format=torch.contiguous_format) if known is None else known[2].copy_(part)
             # Set the data of the parameter: Keras (3.15) also holds it in modules, where the whole value would stay.
@@ -117,7 +117,10 @@ class Parts:
             self._groups = _groups_of([weight for weight, _ in self.cut_weights])
 
     def gather(self) -> None:
-        """Makes each variable hold its whole value, one variable after the other. All processes call it together."""
+        """Replaces this rank's shard in each variable by the whole value, one variable after the other.
+
+        All processes must call this method together.
+        """
         from kerasdp.keras_compat.layers import held_in_parts, raw_value
 
         for variable, axis, kept in self._held.values() if self.is_cut else ():
@@ -126,7 +129,10 @@ class Parts:
         self.is_cut = False
 
     def read(self, variable: Any) -> Any:
-        """Returns the whole value of a variable, and leaves the variable unchanged. All processes call it together."""
+        """Returns the whole value of a variable. Leaves the variable unchanged.
+
+        All processes must call this method together.
+        """
         if not self.is_cut or id(variable) not in self._held:
             return variable
         _, axis, kept = self._held[id(variable)]
@@ -148,8 +154,8 @@ class Parts:
         kind = type(optimizer)
         if not is_of_keras(kind) or kind.__name__ not in _BY_NUMBER:
             raise UserError(
-                f"--shard: {kind.__name__} may need the whole of each weight, and a rank holds a shard with "
-                f"--backend=torch; use --backend=jax, or an --optimizer of {', '.join(_BY_NUMBER)}"
+                f"--shard: {kind.__name__} may need whole weights, but with --backend=torch a rank holds only a "
+                f"shard; use --backend=jax, or one of these optimizers: {', '.join(_BY_NUMBER)}"
             )
         of_weight = slots_by_weight(optimizer)
         for slot in optimizer.variables:
@@ -159,11 +165,11 @@ class Parts:
         return found
 
     def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
-        """Gathers the whole tensors from shards of one dtype, in one message."""
+        """Gathers the shards of all ranks in one message. Returns the whole tensors. All shards must have one dtype."""
         return [one.movedim(0, axis).flatten(axis, axis + 1) for one, axis in zip(self._of_all_ranks(parts), axes)]
 
     def _of_all_ranks(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gathers these shards from all ranks, each as `(ranks, ...)`, in one message."""
+        """Gathers the same shards from all ranks in one message. Each result has the shape `(ranks, ...)`."""
         own = [part.reshape(-1) for part in parts]
         gathered = gather_by_group(torch.cat(own) if len(own) > 1 else own[0])
         found = gathered.split([part.numel() for part in parts], dim=1)
@@ -172,12 +178,12 @@ class Parts:
     def average(
         self, wholes: Sequence[torch.Tensor], axes: Sequence[int], dtype: torch.dtype
     ) -> Callable[[], list[torch.Tensor]]:
-        """Starts to average tensors over the ranks in one message; each rank gets its shards of the averages.
+        """Starts to average tensors over the ranks in one message. Each rank gets only its shards of the averages.
 
         Args:
             wholes: the whole tensors on this rank.
-            axes: the axes of the cuts.
-            dtype: the dtype in which they are sent.
+            axes: the axis along which each tensor is cut.
+            dtype: the dtype in which the tensors are sent.
 
         Returns:
             A function that waits for this rank's shards, and returns them.
@@ -194,17 +200,18 @@ class Parts:
         return functools.partial(_parts_of_mean, reduce_scatter_async(sent.reshape(-1)), self.size, shapes)
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns the whole gradients of the trained weights, so that a step can record them."""
+        """Returns the whole gradients of the trainable weights, so that a step can record them."""
         return [
             gradient if gradient is None or axis is None else self.whole([gradient], [axis])[0]
             for gradient, axis in zip(gradients, [self.axes.get(id(weight)) for weight in self.model.trainable_weights])
         ]
 
     def take(self, changed: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> list[Any]:
-        """Gathers the updated shards of weights that are whole on each rank; returns the other changes.
+        """Gathers updated shards into the weights that are whole on each rank. Returns the remaining changes.
 
         Args:
-            changed: variables, each with its current and its new value. The new value may be only this rank's shard.
+            changed: tuples of a variable, its current value and its new value. The new value may be only this rank's
+                shard.
         """
         new = {id(variable): part for variable, value, part in changed if part.shape != value.shape}
         mine = [entry for entry in changed if id(entry[0]) in new]
@@ -219,7 +226,7 @@ class Parts:
     def own(self, variable: Any, value: Any) -> Any:
         """Returns this rank's shard of a weight's value.
 
-        If the value is already the shard, or if the weight is not sharded, it returns the value unchanged.
+        Returns the value unchanged if it is already the shard, or if the weight is not sharded.
         """
         axis = self.axes.get(id(variable))
         if axis is None or value.shape[axis] != variable.shape[axis]:
@@ -228,7 +235,7 @@ class Parts:
 
     @contextlib.contextmanager
     def updating(self, optimizer: Any) -> Iterator[None]:
-        """Returns the context in which an optimizer updates this rank's shards as if they were the whole weights."""
+        """Returns the context in which an optimizer updates this rank's shards like whole weights."""
         from kerasdp.keras_compat.layers import with_shapes
         from kerasdp.keras_compat.optimizers import updating_parts
 
@@ -245,10 +252,10 @@ class Parts:
 
     @contextlib.contextmanager
     def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Iterator[Any]:
-        """Returns a `keras.StatelessScope` in which weights are gathered where they are read.
+        """Returns a `keras.StatelessScope` that gathers weights when a layer reads them.
 
-        Weights of one message stay until weights of another message are read. No whole weight is kept for the backward
-        pass: see `unkept`.
+        One message gathers a group of weights. The group stays in memory until a layer reads a weight of another group.
+        No whole weight is kept for the backward pass; see `_Reading.unkept`.
         """
         from kerasdp.keras_compat.layers import ScopeOfParts
 
@@ -261,14 +268,14 @@ class Parts:
 
 
 class ShardedDataParallel(DataParallel):
-    """Runs a replica in each process, and shards some of its variables over the processes."""
+    """Runs a replica of the model in each process, and shards some of the variables over the processes."""
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
         self._parts: ModelCache[Parts] = ModelCache()
 
     def parts_of(self, model: Any) -> Parts | None:
-        """Returns the shards of a model's variables, found again after each `compile`; None on one device."""
+        """Returns the `Parts` of a model, made again after each `compile`; None if there is one replica."""
         if self.split.num_replicas == 1:
             return None
         if (parts := self._parts.get(model)) is None or parts.is_stale:
@@ -277,31 +284,31 @@ class ShardedDataParallel(DataParallel):
         return parts
 
     def gather_variables(self, model: Any) -> None:
-        """Gathers the whole values of all variables in each process: see `Strategy`."""
+        """Gathers the whole values of all variables in each process. See `Strategy`."""
         if (parts := self._parts.get(model)) is not None:
             parts.gather()
 
     def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """Calls `take` on the whole value of each variable, and returns the results: see `Strategy`."""
+        """Calls `take` on the whole value of each variable, and returns the results. See `Strategy`."""
         parts = self._parts.get(model)
         wholes = variables if parts is None else map(parts.read, variables)
         return [take(whole) if take else None for whole in wholes]
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
-        """Returns the paths of variables that differ between replicas, except sharded weights: see `Strategy`."""
+        """Returns the paths of variables that differ between replicas, except sharded weights. See `Strategy`."""
         parts = self._parts.get(model)
         cut = parts.axes if parts is not None and parts.is_cut and parts.holds_weights else ()
         return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Returns the step functions, and describes how many bytes a device holds: see `Strategy`."""
+        """Returns the step functions. Their description says how many bytes a device holds. See `Strategy`."""
         functions = super().step_functions(model, run_state)
         held = held_in_words(model, self.config.shard, self.split.num_replicas)
         return dataclasses.replace(functions, description=held)
 
 
 class _Saved(NamedTuple):
-    """Describes a tensor that the backward pass needs, so that it can be gathered again."""
+    """Describes a gathered weight that the backward pass needs, so that the weight can be gathered again."""
 
     key: tuple[int, torch.dtype]
     weight: int
@@ -311,11 +318,11 @@ class _Saved(NamedTuple):
 
 
 class _Reading:
-    """Gathers weights where a pass reads them, and again where its backward pass needs them.
+    """Gathers weights when the forward pass reads them, and again when the backward pass needs them.
 
     Args:
         parts: the shards of the model.
-        groups: the message number of each sharded weight, by its `id`.
+        groups: the message number of each sharded weight, by the `id` of the weight.
         values: the variables, each with its current value.
     """
 
@@ -333,7 +340,10 @@ class _Reading:
         self._storages: dict[int, int] = {}
 
     def value(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
-        """Returns a whole weight in the dtype in which its layer computes; the given value if it is not sharded."""
+        """Returns a whole weight, in the dtype in which its layer computes.
+
+        Returns `value` unchanged if the variable is not sharded.
+        """
         from kerasdp.keras_compat.layers import autocast
 
         if id(variable) not in self._groups:
@@ -355,14 +365,17 @@ class _Reading:
         return self._wholes
 
     def unkept(self, tensor: torch.Tensor) -> Any:
-        """Returns the object to keep instead of a tensor: for a gathered weight only a description, else the tensor."""
+        """Returns the object that is kept for the backward pass.
+
+        For a gathered weight, the object is only a description. For another tensor, the object is the tensor.
+        """
         weight = self._storages.get(storage_of(tensor))
         if weight is None:
             return tensor
         return _Saved(self._key, weight, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def again(self, kept: Any) -> torch.Tensor:
-        """Returns the tensor for which `unkept` returned an object."""
+        """Returns the tensor that `unkept` got. `kept` is the object that `unkept` returned for it."""
         if not isinstance(kept, _Saved):
             return kept
         with torch.no_grad():
@@ -398,7 +411,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _groups_of(weights: list[Any]) -> dict[int, int]:
-    """Groups neighbouring weights into messages; returns the message number of each weight, by its `id`."""
+    """Groups neighbouring weights into messages. Returns a dict from the `id` of a weight to its message number."""
 
     from kerasdp.keras_compat.layers import raw_value
 
@@ -410,7 +423,7 @@ def _groups_of(weights: list[Any]) -> dict[int, int]:
 
 
 def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> Iterator[list[Any]]:
-    """Yields items in lists of at most `most` bytes; a larger item is alone in its list."""
+    """Yields lists of consecutive items with at most `most` bytes in total. A larger item is alone in its list."""
     bucket: list[Any] = []
     for item in items:
         if bucket and sum(map(num_bytes, bucket)) + num_bytes(item) > most:
@@ -422,7 +435,7 @@ def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> I
 
 
 def _parts_of_mean(sent: torch.Tensor, size: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
-    """Waits for averages of tensors; returns this rank's shards in the given shapes."""
+    """Waits for the averages of tensors. Returns this rank's shards of the averages, in the given shapes."""
     total = wait(sent)
     if dist.get_backend() != "nccl":  # the values of each rank, not yet added
         total = functools.reduce(torch.add, total.reshape(size, -1).unbind())

@@ -59,24 +59,25 @@ def check_first_step(
 ) -> None:
     """Compares a training forward pass on one device with the same pass split over all devices, on a few samples.
 
-    It also runs before the first evaluation or prediction of an untrained model.
+    The check also runs before the first evaluation or prediction of an untrained model. No variable changes.
 
     The number of samples is one less than four per replica, so the batch contains padding. If one replica holds all
-    rows of each micro-batch, a micro-batch is compared with the whole batch. No variable changes. JAX without
-    `accumulate` computes the whole batch as one program, so there is nothing to compare.
+    rows of each micro-batch, a micro-batch is compared with the whole batch. JAX without `accumulate` computes the
+    whole batch as one program, so there is nothing to compare.
 
-    If a layer mixes samples, each device calls it with the rows of all devices from now on, where that is possible.
+    If a layer mixes samples, each device calls that layer with the rows of all devices from then on, where this is
+    possible.
 
     Args:
         model: a built, compiled and portable model. `kerasdp.step.row_search` has already examined it.
-        config: the configuration of the run. `check="off"` skips the comparison.
-        strategy: how the devices share the work.
+        config: the configuration of the run. With `check="off"`, nothing is compared.
+        strategy: the strategy of the run.
         reader: the reader of the training data.
-        with_loss: whether to compare the loss, too. It is False for a prediction.
+        with_loss: whether to compare the loss, too. False for a prediction.
 
     Raises:
-        UserError: if layers, outputs or loss differ by more than rounding error. The message names the first layer that
-            differs.
+        UserError: if layers, outputs or loss differ by more than rounding error. The message names the first layer
+            whose outputs differ.
     """
     if config.check == "off":
         return
@@ -94,8 +95,8 @@ def check_first_step(
             break
         if strategy.processes.rank == 0:
             report.warn(
-                f"{mixing} of {model.name} mixes the samples of a batch: each device computes it for the whole batch, "
-                "which takes time"
+                f"{mixing} of {model.name} mixes the samples of a batch, so each device computes this layer for the "
+                "whole batch, which takes time"
             )
     if text:
         whole = "without --accumulate" if config.accumulate > 1 else (
@@ -103,20 +104,20 @@ def check_first_step(
         )  # fmt: skip
         raise UserError(
             f"{model.name} computes different values for a split batch than for the whole batch, first in {name} "
-            f"({text}, of {num_rows} samples): code there or just before mixes the samples of a batch (a mean over "
-            f"axis 0, a product of samples) or draws other random numbers; train {whole}, or ignore the difference "
-            "with --check=off"
+            f"({text}, for {num_rows} samples). Code here or just before mixes the samples of a batch (a mean over "
+            f"axis 0, a product of samples) or draws different random numbers; train {whole}, or "
+            "ignore the difference with --check=off"
         )
     row_layout_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 
 
 def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
-    """Returns the name and the size of the first difference on any rank, and the number of rows tried.
+    """Returns the first difference on any rank: its name, its size, and the number of rows of the compared batch.
 
-    All ranks get the same difference.
+    The result is the same on all ranks.
 
     Raises:
-        UserError: if the model yields different values each time for the same samples.
+        UserError: if the model computes different values each time for the same samples.
     """
     again = noisy = None
     if not strategy.split.runs_on_shards:
@@ -136,7 +137,7 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
     drawn, (_, name, text) = map(min, zip(*itertools.chain(*strategy.processes.all_gather_object(found))))
     if drawn[2]:
         raise UserError(
-            f"{drawn[1]} of {model.name} computes different values each time for the same samples: random numbers "
+            f"{drawn[1]} of {model.name} computes different values each time for the same samples. Random numbers "
             f"that are not from keras.random would differ between devices; {_WITH_KERAS}, train on one device, or "
             "ignore the difference with --check=off"
         )
@@ -144,9 +145,9 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
 
 
 def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
-    """Warns about custom layers that draw random numbers without `keras.random`.
+    """Warns about user-defined layers that draw random numbers without `keras.random`.
 
-    These random numbers differ between backends.
+    Random numbers from other sources differ between backends.
     """
     layers = [layer for layer in all_layers(model) if _is_user_defined(layer)]
     if not layers or _were_asked_for_draws.get(model):
@@ -168,8 +169,8 @@ def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader)
         restore(state)
     for name in culprits:
         report.warn(
-            f"layer {name} of {model.name} draws random numbers that are not from keras.random: the training differs "
-            f"between backends (jax and tensorflow draw them once for all steps); {_WITH_KERAS}"
+            f"layer {name} of {model.name} draws random numbers that are not from keras.random, so training "
+            f"differs between backends. On jax and tensorflow, all steps use the same numbers; {_WITH_KERAS}"
         )
 
 
@@ -180,7 +181,7 @@ def _is_user_defined(layer: keras.layers.Layer) -> bool:
 
 
 def _calls_with_all_rows(model: keras.Model, name: str) -> bool:
-    """Makes each device call the named layer with the rows of all devices; returns whether this is possible."""
+    """Makes each device call the named layer with the rows of all devices, and returns whether this is possible."""
     layer, layout = dict(layers_within(model)).get(name.removeprefix("layer ")), row_layout_of(model)
     if layer is None or not layout.can_call_with_all_rows(layer):
         return False
@@ -191,11 +192,11 @@ def _calls_with_all_rows(model: keras.Model, name: str) -> bool:
 def _check_custom_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
     """Compares a user-defined `train_step` on a split batch with the same step on the whole batch.
 
-    It compares the values that optimizers and metrics get, and the values that variables have after the step.
+    The check compares the values that optimizers and metrics get, and the values of variables after the step.
 
-    A step may divide by a value that it computes from a batch (a number of tokens, a sum of weights). If this value is
-    the same on all devices by chance, an error stays hidden. So the step is tried several times, with other rows and
-    other random numbers.
+    A step may divide by a value that it computes from a batch (a number of tokens, a sum of weights). If all devices
+    have the same value by chance, the check does not detect an error. So the step is tried several times, with
+    different rows and different random numbers.
 
     Raises:
         UserError: if the results differ by more than rounding error.
@@ -209,10 +210,10 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
     """Returns the indices of the samples in the batch of each trial.
 
     The first trial has the first samples. In the second trial, the first half of the replicas gets the most unusual
-    samples, and the second half gets the least unusual ones. Further trials have random samples.
+    samples, and the second half gets the least unusual samples. All further trials have random samples.
 
     A sample is unusual if its mean, or its share of zeros, negative values or maximum values, differs from most
-    samples. Padding, ignored labels and masks have these values.
+    samples. Padding, ignored labels and masks consist of zeros, negative values or maximum values.
     """
     score, size = np.zeros(1), 0
     for leaf in keras.tree.flatten(samples):
@@ -223,7 +224,7 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
         counted = [array == 0, array == array.max(initial=0), array < 0, array] if array.dtype.kind in "biuf" else []
         for counts in (each.mean(axis=1, dtype="float64") for each in counted):
             if np.isfinite(counts).all() and np.ptp(counts) > 0:
-                far = ((counts - counts.mean()) / counts.std()) ** 3  # values that few samples have count most
+                far = ((counts - counts.mean()) / counts.std()) ** 3  # rare values get the highest score
                 score = score + far * (1.0 if far.mean() >= 0 else -1.0)
     unusual = np.argsort(-np.broadcast_to(score, size), kind="stable")
     half, others = -(-num_rows // 2), np.random.RandomState(0)
@@ -232,11 +233,11 @@ def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
 
 
 def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, number: int) -> None:
-    """Runs one trial of `_check_custom_step` on these samples.
+    """Runs one trial of `_check_custom_step` on the given samples.
 
     Args:
         model: the model with the user-defined step.
-        strategy: how the devices share the work.
+        strategy: the strategy of the run.
         data: the samples of this trial.
         number: the number of the trial. Each trial draws different random numbers.
     """
@@ -273,7 +274,7 @@ def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, numb
     drawn, differing = (next(filter(None, names), []) for names in zip(*found))
     if drawn:
         raise UserError(
-            f"{title} computes a different {drawn[0]} each time for the same batch: random numbers that are not from "
+            f"{title} computes a different {drawn[0]} each time for the same batch. Random numbers that are not from "
             "keras.random would be the same on each device; use keras.random with a keras.random.SeedGenerator that "
             "the model holds, or train on one device"
         )
@@ -281,21 +282,21 @@ def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, numb
         function = getattr(model, "function", type(model).train_step)
         raise UserError(
             f"{title} computes different values for a split batch than for the whole batch, first in the "
-            f"{differing[0]}{_line_of(function)}: its losses must be means over independent samples, and its metrics "
-            "must add up; compute values that need several samples (a number of tokens or boxes, a sum of weights, a "
-            "comparison) from all devices' rows, with kerasdp.all_rows; or train on one device or with --backend=jax, "
-            "or ignore the difference with --check=off"
+            f"{differing[0]}{_line_of(function)}. Losses must be means over independent samples, and metrics must add "
+            "up over samples; if a value needs several samples (a number of tokens, a sum of weights), use "
+            "kerasdp.all_rows to compute it from the rows of all devices. Or train on one device or with "
+            "--backend=jax, or ignore the difference with --check=off"
         )
 
 
 def _line_of(function: Any) -> str:
-    """Returns the file and the line where a function starts, as text; an empty string if they are unknown."""
+    """Returns the file and the first line of a function as text; an empty string if the function has no source file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
 
 
 def _by_name(model: keras.Model, in_step: list[tuple[str, Any]], before: list[np.ndarray]) -> dict[str, Any]:
-    """Returns, by name, the values that a step recorded and how much each variable changed.
+    """Returns by name the values that a step recorded, and the change of each variable.
 
     Args:
         model: the model that ran the step.
@@ -327,8 +328,8 @@ def _is_alike(whole: dict[str, Any], split: dict[str, Any], name: str, noisy: di
 def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[ShardPass]]:
     """Runs the layers on a whole batch and then on one micro-batch, in this process; returns both passes.
 
-    Batch norm uses its moving statistics in both passes. With batch statistics, a micro-batch would differ from the
-    whole batch, as the user asked for.
+    Batch norm uses its moving statistics in both passes. With the statistics of the batch, a micro-batch would differ
+    from the whole batch. That difference is not an error.
     """
     passes = []
     for rows in (slice(0, NUM_ROWS), SHARD):
@@ -343,7 +344,7 @@ def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[Sh
 def _statistics_of_whole_batch(model: keras.Model) -> Iterator[None]:
     """Makes batch norms use the statistics of the global batch within this context.
 
-    Separate statistics on each replica change the training by choice, so they are not an error.
+    Separate statistics on each replica are an option of the run. The differences that they cause are not an error.
     """
     norms = [layer for layer in batch_norms(model) if isinstance(layer, BatchNormalization)]
     kept = [layer.statistics for layer in norms]
@@ -363,8 +364,8 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool,
         model: the model to run.
         data: inputs, targets and sample weights.
         with_loss: whether to compute the loss.
-        noise: the relative change of each weight and each input value, up or down. Inputs change too, because for equal
-            inputs a batch norm outputs only rounding errors.
+        noise: the relative change of each weight and each input value, up or down. The inputs change because, for equal
+            inputs, a batch norm would output only rounding errors.
     """
     inputs, targets, sample_weight = rows_of((with_noise(data[0], noise), *data[1:]), slice(None))
     # One scope for outputs and loss: it holds the activity penalties.
@@ -380,22 +381,22 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool,
 
 
 def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | None = None) -> tuple[int, str, str]:
-    """Returns place, name and size of the first difference between two passes.
+    """Returns the place, the name and the size of the first difference between two passes.
 
-    Without a difference, the place is `_LAST`, and name and size are empty.
+    If the passes do not differ, the place is `_LAST`, and name and size are empty.
 
     Args:
         whole: the pass on the whole batch.
         shard: the pass on a replica's shard.
         noisy: a pass on the whole batch with rounding errors added to the weights. Deep nets with batch norm amplify
-            these errors. A difference of `shard` that is no larger is not an error.
+            these errors. A difference of `shard` that is not larger than the difference of `noisy` is not an error.
     """
     of_shard, of_noisy = _named(shard), {} if noisy is None else _named(noisy)
     for place, (key, (name, expected)) in enumerate(_named(whole).items()):
         if key not in of_shard:
             if isinstance(key, int):  # the loss is not computed from the outputs of all replicas
                 continue
-            return place, name, "it is not called"
+            return place, name, "not called for the split batch"
         received, tolerance = of_shard[key][1], _tolerance(expected, of_noisy.get(key, (name, None))[1])
         # With a loss, a pass has the outputs of the whole batch. A prediction has the replica's outputs.
         if key == "loss" or (isinstance(key, int) and whole.loss is not None):
@@ -408,7 +409,7 @@ def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | Non
 
 
 def _named(one: ShardPass) -> dict[Any, tuple[str, Any]]:
-    """Returns the tensors of a pass in order, each with its name for messages; outputs have integer keys."""
+    """Returns the tensors of a pass in order, each with its name for messages. The keys of outputs are integers."""
     return (
         {key: (f"layer {layer_name(key)}", tensor) for key, tensor in one.layers.items()}
         | {number: ("the outputs", tensor) for number, tensor in enumerate(one.outputs)}
@@ -417,9 +418,10 @@ def _named(one: ShardPass) -> dict[Any, tuple[str, Any]]:
 
 
 def _tolerance(expected: Any, noisy: Any) -> float:
-    """Returns how much a tensor may differ, relative to its largest value.
+    """Returns the largest allowed difference of a tensor, relative to its largest value.
 
-    Integers (the expert of a token, the entry of a codebook) may have any value if rounding errors change one of them.
+    If rounding errors change a value of an integer tensor (the expert of a token, the entry of a codebook), any
+    difference is allowed.
     """
     if noisy is None:
         return tolerance_of(expected)
@@ -462,8 +464,8 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
 def _is_part(whole: np.ndarray, own: np.ndarray, shard: ShardPass, tolerance: float) -> bool:
     """Returns whether a tensor is one contiguous section of another tensor, for rows of different lengths.
 
-    The rows lie one after the other on axis 0. Integers may count from the first entry of the section (nodes, rows).
-    Padding is at the end, after the last row.
+    The rows lie one after the other on axis 0. Integers (indices of nodes or rows) may count from the first entry of
+    the section. Padding follows the last row.
     """
 
     def is_at(place: int) -> bool:

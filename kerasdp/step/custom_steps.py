@@ -1,9 +1,9 @@
 """Runs a user-defined `train_step` or `test_step` on each replica's rows, and combines the results.
 
-Each replica's step gets its rows as if they were the whole batch. The gradients that reach an optimizer are averaged
-over the replicas, weighted by rows. Metrics are combined. So the result is the same as for the whole batch, if the
-losses are means over rows. Before the first step, a trial on a few rows finds out what the step does. The trial changes
-nothing.
+Each replica runs the step on its rows as if they were the whole batch. Before an optimizer gets gradients, they are
+averaged over the replicas, weighted by rows. Metrics are combined, too. If the losses are means over rows, the result
+is the same as for the whole batch. Before the first step, a trial on a few rows finds out what the step does. The trial
+changes nothing.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ Found = tuple[str, Tensor | None]
 
 @dataclasses.dataclass(kw_only=True)
 class Share:
-    """Describes a replica's share of a global batch, and combines values with the other replicas.
+    """Describes a replica's share of a global batch, and combines values of all replicas.
 
     Args:
         rows: the number of rows of this replica.
         total_rows: the number of rows of all replicas.
-        build: builds an optimizer once for all replicas.
-        add_up: sums each tensor of a list over the replicas.
-        is_trial: whether this step is a trial. No optimizer changes anything in a trial.
-        found: the records of a trial, by name and for the global batch: the gradients that reached an optimizer, and
-            the changes of the metrics' variables.
+        build: a function that builds an optimizer once for all replicas.
+        add_up: a function that sums each tensor of a list over the replicas.
+        is_trial: whether this step is a trial. In a trial, optimizers change nothing.
+        found: the records of a trial for the global batch, as pairs of a name and a value: the gradients that reached
+            an optimizer, and the changes of the metrics' variables.
         results: the results of metrics within the step, each with a function that computes the result again.
         declared: the values returned by the step that are not means.
     """
@@ -67,9 +67,13 @@ class Share:
     declared: list[Tensor] = dataclasses.field(default_factory=list)
 
     def of_all(self, sums: list[Tensor | None], means: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
-        """Sums tensors over the replicas, and averages others weighted by rows, in one message for each dtype.
+        """Sums and averages tensors over the replicas, with one message for each dtype.
 
-        A replica without real rows adds zeros. None stays None.
+        The averages are weighted by rows. A replica without real rows contributes zeros. For None, the result is None.
+
+        Args:
+            sums: the tensors to sum.
+            means: the tensors to average.
         """
         own = [*sums, *(None if tensor is None else tensor * (self.rows / self.total_rows) for tensor in means)]
         present = [ops.convert_to_tensor(tensor) for tensor in own if tensor is not None]
@@ -84,7 +88,7 @@ class Share:
 
 @contextlib.contextmanager
 def join_steps(model: keras.Model) -> Iterator[None]:
-    """Makes optimizers and metrics use the `Share` of the current step, within this context."""
+    """Makes optimizers and metrics use the `Share` of the current step within this context."""
     clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradients")
     hooks = hooked_steps(model, _apply_means, _update_by_rows, _remember_result)
     with hooks, clipping.clipping_means(_means_of_clipped):
@@ -96,7 +100,7 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
 
     Args:
         model: the model whose metrics the step updates.
-        name: the name of the step.
+        name: the name of the step, such as `"train_step"`.
         data: this replica's rows: inputs, targets and sample weights, without padding.
         share: the share of this replica.
     """
@@ -134,7 +138,7 @@ def run_on_shard(
 
     Args:
         model: the user's model.
-        name: the name of the step.
+        name: the name of the step, such as `"train_step"`.
         batch: inputs, targets and sample weights of the replica's padded shard.
         context: the context of the shard.
         add_up: see `Share`.
@@ -157,9 +161,10 @@ def run_on_shard(
 
 
 def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Averages gradients over the replicas before a step clips them.
+    """Averages gradients over the replicas before a step clips the gradients.
 
-    The optimizer gets their mean later, which is the same.
+    Later, the gradients of all replicas are averaged again for the optimizer. This does not change them, because they
+    are equal by then.
     """
     share = current_step().share
     return gradients if share is None else share.mean(gradients)
@@ -185,7 +190,7 @@ def _apply_means(apply: Callable[..., Any], optimizer: Any, grads: Any, trainabl
 
 
 def _update_by_rows(update: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    """Updates a metric with values, and weights a scalar by this replica's share of the rows.
+    """Updates a metric with values. If the value is a scalar, it is weighted by this replica's share of the rows.
 
     A metric that gets a value for each row needs no weight.
     """
@@ -205,22 +210,22 @@ def _remember_result(result: Callable[[], Any]) -> Any:
 
 
 def title_of(model: keras.Model, name: str) -> str:
-    """Returns the name of a model's step for messages."""
+    """Returns the name of a model's step for use in messages."""
     return getattr(model, "title", f"{name} of {type(model).__name__}")
 
 
 def refuse_next_values(model: keras.Model, what: str, instead: str) -> None:
-    """Raises `UserError` for float8 variables, whose gradient is their next value and needs the whole batch.
+    """Raises `UserError` if a model has float8 variables. Their gradient is their next value and needs the whole batch.
 
     Args:
         model: a built model.
-        what: what trains the model without the whole batch, for the message.
-        instead: what the user should do.
+        what: the feature that trains the model without the whole batch, for the message.
+        instead: advice for the user, for the message.
     """
     for variable in filter(is_next_value, model.trainable_variables):
         raise UserError(
-            f"{what}: expected gradients that an optimizer may average. Received: {variable.path} of {model.name}, "
-            f"whose gradient is its next value (float8) and needs the whole batch; {instead}"
+            f"{what}: expected no float8 variables, because their next values need the whole batch. Received: "
+            f"{variable.path} of {model.name}; {instead}"
         )
 
 
@@ -231,16 +236,16 @@ def find_rows_of_step(
     strategy: Any,
     will_be_checked: bool = False,
 ) -> None:
-    """Finds where the rows of a batch are in the tensors of a user-defined step; `row_layout_of` returns it.
+    """Finds where the rows of a batch are in the tensors of a user-defined step.
 
-    The step runs on a few rows and on half of them. Nothing changes.
+    `row_layout_of` returns the result. The step runs on a few rows and on half of them. Nothing changes.
 
     Args:
         model: a built model, made `portable`.
         name: the name of the step.
         data: `NUM_ROWS` samples as NumPy arrays: inputs, targets and sample weights.
         strategy: the strategy of the run.
-        will_be_checked: whether a later check would detect a wrong result. Then a guess is allowed.
+        will_be_checked: whether a later check would detect a wrong result. If so, the search may guess.
 
     Raises:
         UserError: if the rows cannot be found, because the step mixes the samples of a batch.
@@ -261,7 +266,10 @@ def find_rows_of_step(
 
 
 def _trial_of(model: keras.Model, name: str, data: tuple[Any, Any, Any], strategy: Any) -> Callable[[], list[Found]]:
-    """Returns a function that runs a step on a whole batch in a replica, without an update, and returns its records."""
+    """Returns a function that tries a step on a whole batch in a replica, without an update.
+
+    The function returns the records of the trial: see `Share`.
+    """
     num_rows, build = len(keras.tree.flatten(data)[0]), strategy.shard_steps(model).build_optimizer
 
     def run_trial() -> list[Found]:
@@ -277,7 +285,7 @@ def _trial_of(model: keras.Model, name: str, data: tuple[Any, Any, Any], strateg
 def leave_unchanged(model: keras.Model) -> Iterator[None]:
     """Restores a model after trial steps, when the context ends.
 
-    It restores variables and plain attributes (for example a counter of steps). Metrics are reset.
+    Variables and plain attributes (for example a counter of steps) are restored. Metrics are reset.
     """
     model.reset_metrics()
     values = fixed_values(model)
@@ -297,7 +305,7 @@ def try_whole_step(model: keras.Model, data: tuple[Any, Any, Any], strategy: Any
 
     Args:
         model: see `find_rows_of_step`.
-        data: see `find_rows_of_step`; any number of rows.
+        data: see `find_rows_of_step`. Any number of samples is allowed.
         strategy: see `find_rows_of_step`.
 
     Returns:
@@ -317,10 +325,10 @@ class StepParts:
     """Holds the layers, optimizers, metrics and variables that a user-defined step uses.
 
     Attributes:
-        layers: the layers that the step calls, without the layers called within them.
-        optimizers: the optimizers that apply gradients, each with the weights.
+        layers: the layers that the step calls. Layers that are called within these layers are left out.
+        optimizers: the optimizers that apply gradients, each with the weights to which it applies gradients.
         metrics: the metrics whose variables the step uses.
-        variables: variables that the step reads or assigns, and that belong to none of the above.
+        variables: all other variables that the step reads or assigns.
     """
 
     layers: list[keras.layers.Layer]
@@ -330,7 +338,7 @@ class StepParts:
 
 
 class _Recording(InnerScope):
-    """Fills the dict `used` with the variables that are read or assigned, by their `id`."""
+    """A scope that records in the dictionary `used` which variables are read or assigned, by their `id`."""
 
     def __init__(self, used: dict[int, keras.Variable]):
         super().__init__()
@@ -343,8 +351,8 @@ class _Recording(InnerScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         if raw_value(variable) is None:  # Keras creates it when the scope ends
             raise UserError(
-                f"the step creates the variable {variable.path}: create and build variables, layers and metrics "
-                "before the step"
+                f"the step creates the variable {variable.path}; create and build all variables, layers and metrics "
+                "before the first step"
             )
         self.used.setdefault(id(variable), variable)
         return super().get_current_value(variable)
@@ -353,15 +361,15 @@ class _Recording(InnerScope):
 def find_parts(
     step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], Any], name: str = UNNAMED
 ) -> StepParts:
-    """Runs a step, and returns the layers, optimizers, metrics and variables that it uses.
+    """Runs a step, and returns the layers, optimizers, metrics and variables that the step uses.
 
-    No variable changes. No optimizer is built or updates weights.
+    No variable changes. Optimizers are not built, and do not update weights.
 
     Args:
-        step: the user's step.
-        data: a few samples in NumPy, in the structure that the step takes.
-        run_in_replicas: `each_replica` of a `kerasdp.contract.Strategy`.
-        name: the name under which random numbers are drawn: see `portable_draws`.
+        step: the user-defined step.
+        data: a few samples as NumPy arrays, in the structure that the step takes.
+        run_in_replicas: the method `each_replica` of a `kerasdp.contract.Strategy`.
+        name: the name of the code that draws random values: see `portable_draws`.
 
     Raises:
         UserError: if the step creates a variable.
@@ -395,5 +403,8 @@ def find_parts(
 
 
 def _living(kind: type) -> list[Any]:
-    """Returns all living objects of a class, in the order of their creation. Keras (3.15) keeps no list of them."""
+    """Returns all living objects of a class, in the order of their creation.
+
+    Keras (3.15) keeps no list of these objects.
+    """
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -1,6 +1,6 @@
 """Defines the training step of `fit` on each replica, from the rows of a batch to the update.
 
-Each backend defines how a replica differentiates, all-reduces and updates: see `Replica`.
+Each backend defines how a replica computes gradients, all-reduces and updates: see `Replica`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
-    """Trains one step on the global batch; each replica computes its shard.
+    """Runs one training step on the global batch; each replica computes its shard.
 
-    The numbers in brackets in the comments are the rules of docs/contributing/same-learning.md.
+    The numbers in brackets in the comments are numbers of rules in docs/contributing/same-learning.md.
 
     Args:
         replica: the replica that runs this step.
-        batch: its padded shard of the batch (1). On JAX one replica stands for all devices, and has the whole batch.
-        detail: how much of this step to record: outputs and gradients, or nothing.
+        batch: the padded shard of the replica (1). On JAX, one replica stands for all devices, and has the whole batch.
+        detail: which values of this step to record: outputs and gradients, or nothing.
     """
     from kerasdp.step.observer import observed, record_forward_pass
 

@@ -1,8 +1,9 @@
-"""Computes loss and metrics of a global batch from the rows of each replica, in one pass or in several.
+"""Computes the loss and metrics of a global batch from the rows of each replica, in one pass or in several passes.
 
-A loss may be a sum over rows. Then each replica sums the losses of its rows, and divides by the divisor of the whole
-batch's loss. For a metric that adds up, each replica computes the changes by its rows. Losses and metrics of Keras are
-known, and others are declared with `per_sample`. For all others, the outputs of the whole batch are gathered.
+If a loss is a sum over rows, each replica sums the losses of its rows. Then it divides the sum by the divisor of the
+whole batch's loss. If a metric adds up, each replica computes how its rows change the metric. For Keras' losses and
+metrics, it is known whether they are of this kind. Users declare this for other losses and metrics with `per_sample`.
+For all remaining losses and metrics, the outputs of the whole batch are gathered.
 """
 
 import contextlib
@@ -54,15 +55,15 @@ _DECLARED = "is_per_sample"
 
 
 def per_sample(definition: Definition) -> Definition:
-    """Declares that a loss or a metric treats each sample by itself. It is a decorator.
+    """Declares that a loss or a metric treats each sample independently. Use it as a decorator.
 
-    Then each of several devices computes the loss or the metric for its own samples. Without it, the outputs of the
-    whole batch are gathered. The losses and metrics of Keras need no declaration.
+    On several devices, each device then computes the loss or the metric for its samples. Without the declaration, the
+    outputs of the whole batch are gathered. The losses and metrics of Keras need no declaration.
 
     Args:
-        definition: a loss or a metric. A loss function returns values for each sample, shape `(samples, ...)`. So does
-            the `call` of a subclass of `keras.losses.Loss`. The variables of a subclass of `keras.metrics.Metric` are
-            sums over the samples.
+        definition: a loss or a metric. A loss function, and the `call` of a subclass of `keras.losses.Loss`, must
+            return values for each sample, of shape `(samples, ...)`. The variables of a subclass of
+            `keras.metrics.Metric` must be sums over the samples.
 
     Returns:
         `definition`.
@@ -91,7 +92,7 @@ def per_sample(definition: Definition) -> Definition:
 
 
 def _is_declared(*definitions: Any) -> bool:
-    """Returns whether one of these objects was given to `per_sample`."""
+    """Returns whether `per_sample` was applied to one of these objects."""
     return any(getattr(definition, _DECLARED, False) for definition in definitions)
 
 
@@ -106,7 +107,7 @@ def is_by_rows(loss: keras.losses.Loss) -> bool:
 
 
 def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
-    """Returns whether the class and the function of a loss are defined by Keras."""
+    """Returns whether Keras defines the class and the function of a loss."""
     return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
 
 
@@ -115,9 +116,9 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
 
     Args:
         model: a compiled model with built losses.
-        counts: the rows of each micro-batch.
+        counts: the number of rows of each micro-batch.
         is_weighted: whether the samples have weights.
-        instead: what the user should do about a loss that needs the whole batch.
+        instead: advice for the user if a loss needs the whole batch, for the message.
 
     Raises:
         UserError: if the loss of the global batch is not a sum over the micro-batches.
@@ -128,8 +129,8 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
         # A loss with `ignore_class` takes the mean of the remaining values (Keras 3.15).
         if not is_by_rows(loss) or loss_options(loss).get("ignore_class") is not None:
             raise UserError(
-                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}, or, if it returns a "
-                "value for each sample that depends on that sample only, declare it with kerasdp.per_sample"
+                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}. If each value of the "
+                "loss depends on one sample only, you can instead declare the loss with kerasdp.per_sample"
             )
     reductions = {loss.reduction for loss in losses}
     if reductions == {"sum"}:
@@ -137,24 +138,24 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
     means = {"sum_over_batch_size", "mean"} | (set() if is_weighted else {"mean_with_sample_weight"})
     if not reductions <= means:
         raise UserError(
-            f"the losses of {model.name} are reduced by {', '.join(map(str, sorted(map(str, reductions))))}, which "
+            f"the losses of {model.name} have the reduction {', '.join(map(str, sorted(map(str, reductions))))}, which "
             f"needs the whole batch at once; {instead}"
         )
     return [count / sum(counts) for count in counts]
 
 
 def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[keras.Variable]:
-    """Returns the variables that custom losses of `compile` assign to. They belong to no model.
+    """Returns the variables to which custom losses of `compile` assign. These variables belong to no model.
 
     Args:
         model: a model with built losses.
         targets: a few rows as NumPy arrays.
-        symbols: the model's outputs in their structure, as `KerasTensor`s. Their number of rows does not matter.
+        symbols: the model's outputs in their structure, as `KerasTensor`s. The number of their rows does not matter.
     """
     numbers, num_rows = np.random.RandomState(0), len(keras.tree.flatten(targets)[0])
 
     def random(tensor: Any) -> Any:
-        """Returns random outputs between 0 and 1, which suit probabilities and any other outputs."""
+        """Returns random outputs between 0 and 1, which are valid as probabilities and as other outputs."""
         values = numbers.uniform(0.05, 0.95, (num_rows, *tensor.shape[1:]))
         return ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
 
@@ -166,7 +167,7 @@ def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[kera
 
 
 def adds_up(metric: keras.metrics.Metric) -> bool:
-    """Returns whether updates with some rows and then the other rows change a metric like one update with all."""
+    """Returns whether separate updates with subsets of the rows change a metric like one update with all rows."""
     function, options = metric_function(metric)
     if _is_declared(function, type(metric)):  # TensorFlow does not sum bools, and a bool of all rows is no sum
         return not any(variable.dtype == "bool" for variable in metric.variables)
@@ -177,15 +178,21 @@ def adds_up(metric: keras.metrics.Metric) -> bool:
 
 
 def reasons_to_gather_for_loss(model: keras.Model) -> list[str]:
-    """Returns the reasons why the loss of a compiled model needs the outputs of the whole batch; may be empty."""
+    """Returns the reasons why the loss of a compiled model needs the outputs of the whole batch.
+
+    The list is empty if the loss does not need them.
+    """
     if _overrides(model, "compute_loss"):
         return [f"compute_loss of {type(model).__name__}"]
     coupling = [loss for loss in output_losses(model) if not is_by_rows(loss) or loss.reduction in (None, "none")]
-    return [f"the loss {loss.name} (not known to count each sample by itself)" for loss in coupling]
+    return [f"the loss {loss.name} (not known to treat each sample independently)" for loss in coupling]
 
 
 def reasons_to_gather_for_metrics(model: keras.Model) -> list[str]:
-    """Returns the reasons why the metrics of a compiled model need the outputs of the whole batch; may be empty."""
+    """Returns the reasons why the metrics of a compiled model need the outputs of the whole batch.
+
+    The list is empty if the metrics do not need them.
+    """
     own = [f"compute_metrics of {type(model).__name__}"] if _overrides(model, "compute_metrics") else []
     coupling = [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
     return own + [f"the metric {metric.name} (not known to add up)" for metric in coupling]
@@ -197,13 +204,13 @@ def _overrides(model: keras.Model, method: str) -> bool:
 
 
 class Data(NamedTuple):
-    """Holds a batch, or some of its rows, and the model's outputs for them, as structures of tensors.
+    """Holds a batch, or some of its rows, and the model's outputs for these rows, as structures of tensors.
 
     Attributes:
-        inputs: inputs, which user-defined methods may use.
-        targets: targets with as many rows as `outputs`; may be None.
-        outputs: outputs of the model.
-        sample_weight: sample weights; may be None.
+        inputs: the inputs of the model, which user-defined methods may use.
+        targets: the targets, with as many rows as `outputs`; may be None.
+        outputs: the outputs of the model.
+        sample_weight: the sample weights; may be None.
     """
 
     inputs: Any
@@ -213,10 +220,12 @@ class Data(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Holds the sums that the passes of a step leave for its end. `added` adds them up over micro-batches.
+    """Holds sums that a pass computes and that the step uses at its end.
+
+    `added` adds up the sums of several micro-batches.
 
     Attributes:
-        to_reduce: tensors that are still to be summed over the replicas, by name.
+        to_reduce: tensors that must still be summed over the replicas, by name.
         complete: tensors that are already sums over all replicas, by name.
     """
 
@@ -225,7 +234,7 @@ class Sums(NamedTuple):
 
 
 def added(before: Sums | None, sums: Sums) -> Sums:
-    """Adds the sums of a pass to the sums of the passes before it."""
+    """Adds the sums of a pass to the sums of the earlier passes."""
     if before is None:
         return sums
 
@@ -238,14 +247,14 @@ def added(before: Sums | None, sums: Sums) -> Sums:
 class GlobalBatch:
     """Computes loss and metrics of a global batch on one replica, after its forward pass.
 
-    There is one object per micro-batch. The last one gets the sums of all micro-batches.
+    Each micro-batch has a separate object. The object of the last micro-batch gets the sums of all micro-batches.
 
     Attributes:
-        loss: the loss to differentiate. Its gradients, averaged over the replicas and added up over micro-batches, are
-            the gradients of the global batch's loss.
-        sums: the sums of this pass, or of all passes once they are added up.
-        is_of_own_rows: whether the loss is a sum over the replicas' rows. Otherwise each replica computes it from all
-            rows.
+        loss: the loss to differentiate. If its gradients are averaged over the replicas and added up over
+            micro-batches, they are the gradients of the global batch's loss.
+        sums: the sums of this pass; after all passes were added up, the sums of all passes.
+        is_of_own_rows: whether the loss is a sum over the replicas' rows. Otherwise each replica computes the loss from
+            all rows.
     """
 
     def __init__(
@@ -259,8 +268,8 @@ class GlobalBatch:
             context: the context of the forward pass. None: the replica has the whole batch.
             padded: the replica's rows, with padding.
             num_rows: the number of rows of the global batch, or of the micro-batch.
-            training: Keras' argument `training`.
-            add_up: sums a value over the replicas, for the divisor of the loss.
+            training: the argument `training` of Keras.
+            add_up: a function that sums a value over the replicas, for the divisor of the loss.
             total_rows: the number of rows of the global batch. None: `num_rows`.
             share: the weight of the micro-batch's loss in the loss of the global batch.
         """
@@ -290,7 +299,7 @@ class GlobalBatch:
         return self.sums, outputs, keras.tree.map_structure(mask_of, outputs)
 
     def with_tensors(self, tensors: Any) -> "GlobalBatch":
-        """Takes the values of `tensors` outside of the differentiated function; returns this object."""
+        """Stores the result of `tensors` outside of the differentiated function; returns this object."""
         self.sums, outputs, masks = tensors
         self._padded = self._padded._replace(outputs=keras.tree.map_structure(set_mask, outputs, masks))
         return self
@@ -309,7 +318,10 @@ class GlobalBatch:
         return self._whole or padded
 
     def count_metrics(self) -> None:
-        """Computes how the replica's rows change the metrics. It is called outside of the differentiated function."""
+        """Computes how the replica's rows change the metrics.
+
+        This method must be called outside of the differentiated function.
+        """
         if self._add_up_metrics:
             rows = self._unpadded if self._has_own_rows else self.whole()
             _, variables = compiled_variables(self.model)
@@ -320,7 +332,7 @@ class GlobalBatch:
             self._note_changes("metrics", variables, scope, self._has_own_rows)
 
     def store_sums(self, sums: dict[str, Tensor]) -> Tensor:
-        """Stores the sums of `sums.to_reduce` over the replicas; returns the loss of the global batch."""
+        """Stores `sums.to_reduce` after the sum over the replicas; returns the loss of the global batch."""
         self._sums_of_all = added(Sums(sums, {}), Sums(self.sums.complete, {})).to_reduce
         return self._sums_of_all["loss"]
 
@@ -345,7 +357,7 @@ class GlobalBatch:
         return self.model.compute_metrics(inputs, whole.targets, outputs, sample_weight=whole.sample_weight)
 
     def _is_by_rows(self) -> bool:
-        """Returns whether each replica has rows, and each output has one entry for each row."""
+        """Returns whether each replica has rows, and each output has exactly one entry for each row."""
         context, outputs = self.context, keras.tree.flatten(self._padded.outputs)
         if context is None or context.rows is None or not all(each.num_rows for each in context.replicas):
             return False
@@ -373,22 +385,26 @@ class GlobalBatch:
     def _with_added(self, loss: Tensor | None) -> Tensor:
         """Adds the losses of layers and the penalties of weights to a loss.
 
-        In a micro-batch, both are multiplied by its share of the rows.
+        In a micro-batch, the loss is multiplied by its weight, and all added losses by the micro-batch's share of the
+        rows.
         """
         loss = loss * self._share if self._is_part and loss is not None else loss
         for penalty in map(ops.sum, self.model.losses):  # each replica has all penalties
             penalty = penalty * (self.num_rows / self._total_rows) if self._is_part else penalty
             loss = penalty if loss is None else loss + penalty
         if loss is None:
-            raise UserError(f"{self.model.name} has no loss: add one to model.compile")
+            raise UserError(f"{self.model.name} has no loss; pass a loss to model.compile")
         return loss
 
     def _factor_of_means(self) -> float:
-        """Returns the factor of the micro-batch's loss in Keras' means of losses, which are weighted by rows."""
+        """Returns the factor of the micro-batch's loss in Keras' means of losses. These means are weighted by rows."""
         return self._share * self._total_rows / self.num_rows
 
     def _inputs_for(self, method: str) -> Any:
-        """Returns the inputs of the global batch for a user-defined method. Keras' method does not use them."""
+        """Returns the inputs of the global batch for a user-defined method.
+
+        For a method of Keras, which does not use the inputs, the inputs are not gathered.
+        """
         inputs = self._padded.inputs
         if self.context is None or not _overrides(self.model, method):
             return inputs
@@ -412,9 +428,9 @@ class GlobalBatch:
         return loss
 
     def _share_of_loss(self, loss: keras.losses.Loss, targets: Any, outputs: Any, sample_weight: Any) -> Tensor:
-        """Computes this replica's share of the global batch's `loss`, times the number of replicas.
+        """Computes this replica's share of the global batch's `loss`, multiplied by the number of replicas.
 
-        It follows `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15, but sums go over all
+        The code follows `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15, but sums over all
         replicas.
         """
         context = cast(ReplicaContext, self.context)
@@ -423,8 +439,8 @@ class GlobalBatch:
         values = loss.call(targets, outputs)
         if not len(values.shape) or values.shape[0] != context.num_rows:
             raise UserError(
-                f"the loss {loss.name}: expected a value for each of the {context.num_rows} samples, since it is "
-                f"declared per_sample. Received: shape {tuple(values.shape)}"
+                f"the loss {loss.name}, declared per_sample: expected a value for each of the {context.num_rows} "
+                f"samples. Received: shape {tuple(values.shape)}; return values of shape (samples, ...)"
             )
         masks = [mask for mask in (*masks, mask_of(values)) if mask is not None]
         values = ops.convert_to_tensor(values, dtype=dtype)
@@ -450,7 +466,7 @@ class GlobalBatch:
         return total / self._num_values(values)
 
     def _num_values(self, values: Tensor) -> int:
-        """Returns the number of values in the global batch, from the replica's values."""
+        """Returns the number of values in the global batch, computed from the shape of the replica's values."""
         return math.prod(values.shape[1:]) * self.num_rows
 
     def _note_changes(
@@ -462,11 +478,11 @@ class GlobalBatch:
 
 
 def refuse_masks(model: keras.Model, outputs: Any) -> None:
-    """Raises `UserError` if outputs of a micro-batch carry masks, because the loss then needs the whole batch."""
+    """Raises `UserError` if outputs of a micro-batch carry masks. With masks, the loss needs the whole batch."""
     if any(map(has_mask, keras.tree.flatten(outputs))):
         raise UserError(
-            f"--accumulate: the outputs of {model.name} carry a mask, so the loss needs the whole batch at once; leave "
-            "it out"
+            f"--accumulate: the outputs of {model.name} carry a mask, so the loss needs the whole batch at once; train "
+            "without --accumulate"
         )
 
 
@@ -481,7 +497,7 @@ def _zeros(variables: list[keras.Variable]) -> list[tuple[keras.Variable, Tensor
 
 
 def _each(function: Callable[[Tensor], Tensor] | None, data: Any) -> Any:
-    """Calls a function on each tensor and on its mask; None stays None."""
+    """Calls a function on each tensor, and on the mask of each tensor. For None, the result is None."""
     if function is None:
         return data
     return keras.tree.map_structure(lambda leaf: None if leaf is None else with_mask(function, leaf), data)

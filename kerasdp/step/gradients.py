@@ -15,27 +15,27 @@ Tensor = Any
 
 
 def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux: bool = False) -> Callable[..., Any]:
-    """Returns a function that computes the value of `function` and its gradients, as `jax.value_and_grad` does.
+    """Returns a function that computes the value of `function` and its gradients, like `jax.value_and_grad`.
 
-    It works the same on each backend: in a `train_step`, in a function of `Runner.step`, and outside of a run. It may
-    be nested, for gradients of gradients. Values that layers assign to variables (moving statistics, seeds) are kept.
-    `keras.ops.stop_gradient` stops gradients.
+    The returned function works the same on each backend: in a `train_step`, in a function of `Runner.step`, and outside
+    of a run. Calls may be nested, for gradients of gradients. Values that layers assign to variables (moving
+    statistics, seeds) are kept. `keras.ops.stop_gradient` stops gradients.
 
     Args:
-        function: a function of any arguments that returns a scalar. With a `LossScaleOptimizer` it returns
-            `optimizer.scale_loss(loss)`, and the optimizer gets the gradients unchanged.
-        variables: a Keras variable, or a structure (list, tuple, dict) of them. None: gradients are taken with respect
-            to the first argument, a tensor or a structure of tensors.
+        function: a function with any arguments that returns a scalar. With a `LossScaleOptimizer`, the function must
+            return `optimizer.scale_loss(loss)`. Then pass the gradients to the optimizer unchanged.
+        variables: a Keras variable, or a structure (list, tuple, dict) of variables. None: gradients are taken with
+            respect to the first argument, a tensor or a structure of tensors.
         has_aux: whether `function` returns `(scalar, aux)`, where `aux` is a structure of tensors.
 
     Returns:
-        A function of the same arguments, which returns `(value, gradients)`, or `((value, aux), gradients)` with
+        A function with the same arguments. It returns `(value, gradients)`, or `((value, aux), gradients)` with
         `has_aux`. `gradients` has the structure of `variables`, or of the first argument. Each gradient has the shape
-        of its variable or tensor; it is None if the value does not depend on it.
+        of its variable or tensor. If the value does not depend on a variable or tensor, its gradient is None.
 
     Raises:
-        UserError: on a call without variables or tensors, or with one that has no floating-point type. Also if
-            `function` does not return a scalar.
+        UserError: in a call of the returned function, if there are no variables or tensors, if one of them has no
+            floating-point type, or if `function` does not return a scalar.
 
     Example:
         ```python
@@ -59,7 +59,7 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
     @functools.wraps(function, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if variables is None and not args:
-            raise UserError(f"value_and_grad: expected variables, or a first argument of {name}. Received: neither")
+            raise UserError(f"value_and_grad of {name}: expected variables or an argument. Received: neither; pass one")
         own = args[0] if variables is None else variables
         leaves = _floats_in(own, name)
         values = [current_value(leaf) if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
@@ -78,8 +78,13 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
 def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]], step: Callable[[], Any]) -> Any:
     """Runs a step on given values of variables, on JAX; returns its result and the new values of the variables.
 
+    Args:
+        lists: lists of variables.
+        state: the values of these variables, in the same order.
+        step: the step, a function without arguments.
+
     Raises:
-        UserError: if the step assigns to another variable. JAX would lose that value.
+        UserError: if the step assigns to another variable, because JAX would lose the new value.
     """
     begun = [pair for variables, values in zip(lists, state) for pair in zip(variables, values)]
     known = {id(variable) for variables in lists for variable in variables}
@@ -88,41 +93,41 @@ def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]
     for variable in scope.assigned:
         if id(variable) not in known:
             raise UserError(
-                f"the step assigns to {variable.path}, which is not a variable of the model, so jax would lose the "
-                "value: make the variable an attribute of the model"
+                f"the step assigns to {variable.path}, a variable that does not belong to the model, so jax would lose "
+                "the value; make the variable an attribute of the model"
             )
     return result, tuple([scope.get_current_value(variable) for variable in variables] for variables in lists)
 
 
 def _floats_in(structure: Any, name: str) -> list[Any]:
-    """Returns the variables or tensors of a structure, and checks that all are floating-point.
+    """Returns the variables or tensors of a structure, after a check that all are floating-point.
 
     Raises:
-        UserError: if there are no variables or tensors, or if one has no gradient because of its dtype.
+        UserError: if there are no variables or tensors, or if the dtype of one is not floating-point.
     """
     leaves = keras.tree.flatten(structure)
     if not leaves:
         raise UserError(
-            f"value_and_grad of {name}: expected variables or tensors to differentiate by. Received: none; build the "
-            "model first"
+            f"value_and_grad of {name}: expected variables or tensors for which to compute gradients. Received: none; "
+            "build the model first"
         )
     leaves = [leaf if isinstance(leaf, keras.Variable) else keras.ops.convert_to_tensor(leaf) for leaf in leaves]
     for leaf in leaves:
         dtype = keras.backend.standardize_dtype(leaf.dtype)
         if "float" not in dtype:
             what = f"{leaf.path}, of {dtype}" if isinstance(leaf, keras.Variable) else f"a tensor of {dtype}"
-            raise UserError(f"value_and_grad of {name}: expected floating-point numbers. Received: {what}")
+            raise UserError(f"value_and_grad of {name}: expected floating-point values. Received: {what}; leave it out")
     return leaves
 
 
 def _scalar_and_aux(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise UserError(f"value_and_grad: with has_aux=True, expected {name} to return (scalar, aux)")
+        raise UserError(f"value_and_grad: expected {name} to return (scalar, aux); else leave out has_aux=True")
     value, aux = result if has_aux else (result, None)
     value = keras.ops.convert_to_tensor(value)
     if len(value.shape) or "float" not in keras.backend.standardize_dtype(value.dtype):
         raise UserError(
-            f"value_and_grad: expected {name} to return a scalar, as keras.ops.mean(...). Received: shape "
-            f"{tuple(value.shape)}, {keras.backend.standardize_dtype(value.dtype)}"
+            f"value_and_grad: expected {name} to return a floating-point scalar. Received: shape {tuple(value.shape)}, "
+            f"{keras.backend.standardize_dtype(value.dtype)}; return a mean or a sum, such as keras.ops.mean(...)"
         )
     return value, aux

@@ -17,17 +17,17 @@ from kerasdp.step.row_search import row_layout_of, to_array
 
 
 class Observer:
-    """Sets how much training steps record, and stores the records.
+    """Stores the values that training steps record, and how much they should record.
 
     Attributes:
         detail: how much to record.
         losses: the loss of each step over the global batch; scalar tensors.
         gradient_norms: the gradient norm of each step over all trainable weights; scalar tensors.
         samples: the indices in the data set of the rows of each step; integer tensors of shape `(rows,)`.
-        gradients: with `Detail.EVERYTHING`, the gradients of the last step: an array for each trainable weight, or None
-            if the loss does not depend on it.
-        outputs: with `Detail.EVERYTHING`, the inputs of the last step, then the output of each layer for the global
-            batch, in the order of the calls.
+        gradients: the gradients of the last step, only with `Detail.EVERYTHING`: an array for each trainable weight, or
+            None if the loss does not depend on the weight.
+        outputs: the inputs of the last step, then the output of each layer in the order of the calls, for the global
+            batch. Only with `Detail.EVERYTHING`.
     """
 
     def __init__(self, detail: Detail = Detail.SUMMARY):
@@ -39,12 +39,12 @@ class Observer:
         self.outputs: dict[str, Any] = {}
 
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
-        """Stores the loss, the samples and the record of a step.
+        """Stores the loss, the sample indices and the recorded values of a step.
 
         Args:
             loss: the loss of the step.
-            samples: the indices of its rows in the data set.
-            seen: the result of `observed`. It is empty for a user-defined `train_step`.
+            samples: the indices of the step's rows in the data set.
+            seen: the result of `observed`; empty for a user-defined `train_step`.
         """
         self.losses.append(loss)
         self.samples.append(samples)
@@ -55,13 +55,13 @@ class Observer:
 
 
 def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors that a step records. It is part of the compiled step.
+    """Returns the tensors that a step records. This function runs in the compiled step.
 
     Args:
         detail: how much to record.
-        gradients: for each trainable weight the gradient of the global batch's loss, reduced over the replicas; may
-            hold None.
-        outputs: the record of `record_forward_pass`.
+        gradients: the gradient of the global batch's loss for each trainable weight, reduced over the replicas; None
+            for a weight without a gradient.
+        outputs: the dictionary of `record_forward_pass`.
     """
     if detail == Detail.NOTHING:
         return {}
@@ -83,10 +83,10 @@ _NUMBER_OF_CALL = re.compile(r" \(\d+\)$")
 
 @contextlib.contextmanager
 def record_forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[dict[str, Any]]:
-    """Records a replica's forward pass in a training step, if `detail` asks for it.
+    """Records a replica's forward pass in a training step, if `detail` is `Detail.EVERYTHING`.
 
     Yields:
-        A dict that gets the inputs and the output of each layer, by name and in the order of the calls.
+        A dictionary that receives the inputs and the output of each layer, by name and in the order of the calls.
     """
     outputs: dict[str, Any] = {}
     if detail < Detail.EVERYTHING:
@@ -99,10 +99,10 @@ def record_forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iter
 
 @contextlib.contextmanager
 def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
-    """Records the output of each layer of a model for this replica's rows in a forward pass.
+    """Records the output of each layer of a model in a forward pass, for this replica's rows.
 
-    At the end it also records the losses that layers added, and the values that layers assigned to variables. The
-    losses need a scope that collects them.
+    At the end, the context also records the losses that layers added, and the values that layers assigned to variables.
+    The losses are available only in a scope that collects losses.
     """
     outputs: dict[str, Any] = {}
     with _recording(model, outputs, lambda tensor: tensor):
@@ -123,21 +123,21 @@ def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
 
 
 def layer_name(recorded: str) -> str:
-    """Returns the name of a layer from the recorded name of one of its outputs."""
+    """Returns the name of a layer from the recorded name of an output of the layer."""
     return _NUMBER_OF_CALL.sub("", recorded[_PLACE:])
 
 
 def _recording(
     model: keras.Model, outputs: dict[str, Any], convert: Callable[[Any], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Records the output of each layer of a model.
+    """Returns a context that records the output of each layer of a model.
 
-    A layer counts as one, with all layers inside it. Only nested models are entered.
+    Layers inside a layer are not recorded. Layers inside a nested model are recorded, instead of the nested model.
 
     Args:
         model: any model.
-        outputs: the dict that receives the outputs, by name.
-        convert: converts an output before it is stored.
+        outputs: the dictionary that receives the outputs, by name.
+        convert: a function that converts an output before it is stored.
     """
     names = {id(layer): name for name, layer in layers_within(model)}
 
@@ -150,7 +150,7 @@ def _recording(
 
 
 def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
-    """Returns the layers of a model and of nested models, each once, with the names used in records."""
+    """Returns the layers of a model and of its nested models, each once, with their names in records."""
     found: dict[int, tuple[str, keras.layers.Layer]] = {}
 
     def enter(part: keras.Model, prefix: str) -> None:
@@ -175,7 +175,7 @@ def _collect(outputs: dict[str, Any], name: str, result: Any, convert: Callable[
 
 
 def _whole(tensor: Any) -> Any:
-    """Returns the tensor of the global batch if the given tensor is a replica's shard of it; else the given tensor."""
+    """Returns the tensor of the global batch if `tensor` is a replica's shard, else `tensor` itself."""
     context = replica_context.current()
     if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
         return tensor

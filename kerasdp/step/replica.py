@@ -1,4 +1,4 @@
-"""Defines the base classes and helpers of the step functions of all backends."""
+"""Defines the base classes and helper functions of the training steps of all backends."""
 
 import abc
 from collections.abc import Callable
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class DeviceScalar:
-    """Holds a scalar of a tensor on the device, whose value may be read later.
+    """Holds one scalar of a tensor on the device, so that its value can be read later.
 
-    Several steps of one call return their losses as one tensor. Splitting the tensor would cost one call per loss.
+    One call may run several steps, and returns their losses as one tensor. Splitting the tensor would cost one call per
+    loss.
     """
 
     def __init__(self, values: Tensor, index: int):
@@ -34,17 +35,17 @@ class DeviceScalar:
         return float(self.__array__())
 
     def is_ready(self) -> bool:
-        """Returns whether the device has computed the value. Only JAX can tell; other backends return True."""
+        """Returns whether the device has computed the value. On other backends than JAX, always returns True."""
         return getattr(self.values, "is_ready", lambda: True)()
 
     @classmethod
     def each(cls, values: Any, number: int) -> list[Any]:
-        """Returns a `DeviceScalar` for each of `number` values; a list of Nones if there is no tensor."""
+        """Returns `number` objects, one for each scalar in `values`. If `values` is None, returns a list of Nones."""
         return [None if values is None else cls(values, index) for index in range(number)]
 
 
 def all_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model, of its metrics and of its optimizer, each once."""
+    """Returns the variables of a model, of its metrics and of its optimizer, without duplicates."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     found = *model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])
     return list({id(variable): variable for variable in found}.values())
@@ -65,12 +66,18 @@ def variables_of_own_step(model: Any) -> list[Any]:
 
 
 def compared_variables(model: Any, state_only: bool) -> list[Any]:
-    """Returns the variables of a model to compare between replicas; with `state_only` only the non-trainable ones."""
+    """Returns the variables of a model that are compared between replicas.
+
+    With `state_only`, these are only the non-trainable variables.
+    """
     return model.non_trainable_variables if state_only else model.variables
 
 
 def held_in_words(model: Any, shard: str, num_devices: int) -> str:
-    """Returns a text with the bytes of variables that a device holds under `Config.shard`; empty if it holds all."""
+    """Returns a text that says how many bytes of variables one device holds under `Config.shard`.
+
+    The text is empty if each device holds all variables.
+    """
     if shard == "none" or num_devices == 1:
         return ""
     slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
@@ -80,15 +87,16 @@ def held_in_words(model: Any, shard: str, num_devices: int) -> str:
 
 
 class TrainedWeights:
-    """Notices which weights of a model are trained, as callbacks and scripts may freeze layers.
+    """Detects which weights of a model are trainable now, since callbacks and scripts may freeze layers.
 
-    Keras (3.15) follows such a change at once on torch, only after the next `compile` on TensorFlow, and fails on JAX.
+    If a layer is frozen, Keras (3.15) applies the change at once on torch, and only after the next `compile` on
+    TensorFlow. On JAX, Keras fails.
     """
 
     def __init__(self, model: Any):
         """Collects the layers and weights of a model, once for each set of variables.
 
-        Asking the model in each step would walk through its layers each time.
+        Reading `model.trainable_weights` in each step would walk through all layers each time.
         """
         from kerasdp.keras_compat.layers import all_layers
 
@@ -97,10 +105,10 @@ class TrainedWeights:
         self._known: set[tuple[bool, ...]] = set()
 
     def key(self) -> tuple[bool, ...]:
-        """Returns a key of the weights that are trained now: whether each layer and weight is trainable.
+        """Returns a tuple that says for each layer and weight whether it is trainable now.
 
         Raises:
-            UserError: if the optimizer was not built for one of them.
+            UserError: if the optimizer was not built for a trainable weight.
         """
         key = tuple([part.trainable for part in self._parts])
         if key not in self._known:
@@ -119,14 +127,14 @@ def require_known_weights(model: Any) -> None:
     for weight in weights_unknown_to(optimizer, model.trainable_weights)[:1]:
         raise UserError(
             f"{weight.path} of {model.name} is trainable, but was frozen or did not exist when the optimizer was "
-            "built: call model.compile again, with a new optimizer"
+            "built; call model.compile again, with a new optimizer"
         )
 
 
 def learning_rate(optimizer: Any) -> Any:
     """Returns the learning rate of the next step as a tensor, without waiting for the device.
 
-    Read it within the step.
+    Call this function within the step.
     """
     import keras
 
@@ -139,10 +147,10 @@ class Pass(NamedTuple):
     Attributes:
         batch: the replica's rows, with padding. The length of its indices is the number of real rows of all replicas.
         replicas: the rows of each replica in the batch or in the micro-batch.
-        total_rows: the number of rows of the global batch in a pass of a micro-batch; None in a pass of the whole
-            batch.
+        total_rows: the number of rows of the global batch, if this pass is over a micro-batch. None if this pass is
+            over the whole batch.
         share: the weight of the micro-batch's loss in the loss of the global batch.
-        is_last: whether it is the last pass of the step.
+        is_last: whether this pass is the last pass of the step.
     """
 
     batch: DeviceBatch
@@ -155,7 +163,7 @@ class Pass(NamedTuple):
 def add_gradients(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
     """Adds the gradients of a micro-batch to `sums` in place. An entry is None if a weight has no gradient.
 
-    It empties `gradients`, so that each gradient is freed as soon as it is added.
+    The entries of `gradients` become None, so that each gradient is freed as soon as it is added.
     """
     for place, total in enumerate(sums):
         gradient, gradients[place] = gradients[place], None
@@ -163,38 +171,39 @@ def add_gradients(sums: list[Tensor | None], gradients: list[Tensor | None]) -> 
 
 
 def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
-    """Resets seeds, so that a micro-batch draws the random numbers that its rows draw in the whole batch.
+    """Resets seeds, so that the rows of a micro-batch get the same random values as in the whole batch.
 
     Args:
-        begun: the seeds, each with its value at the start of the step.
+        begun: pairs of a seed variable and its value at the start of the step.
     """
     for seed, value in begun:
         seed.assign(value)
 
 
 def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
-    """Raises `UserError` if a forward pass assigns to a trained weight, where variables are values in a scope.
+    """Raises `UserError` if a forward pass assigns to a trainable weight.
 
-    In a `StatelessScope`, the gradient is taken with respect to the value before the assignment. Where variables are
-    assigned in place, it is taken with respect to the new value. So the same model would get different gradients.
+    In a step whose variables are values in a `StatelessScope`, the gradient is taken with respect to the value before
+    the assignment. In a step that assigns variables in place, the gradient is taken with respect to the new value. So
+    the same model would get different gradients.
 
     Args:
-        weights: the trained weights.
-        assigned: the variables that the forward pass assigned to.
+        weights: the trainable weights.
+        assigned: the variables to which the forward pass assigned.
     """
     trained = set(map(id, weights))
     for variable in assigned:
         if id(variable) in trained:
             raise UserError(
-                f"a layer assigns to the trained weight {variable.path} in its call, so the gradient would differ "
-                "with --backend=jax, --shard or --compile=on: assign in a callback, or train with --backend=torch or "
-                "tensorflow"
+                f"a layer assigns to the trainable weight {variable.path} in its call, so --backend=jax, --shard and "
+                "--compile=on would compute another gradient than other runs; assign in a callback, or train with "
+                "--backend=torch or tensorflow without these flags"
             )
 
 
 # The record of a forward pass.
 Found = dict[str, Any]
-# Computes the loss to differentiate of a pass, loss and metrics of its rows, and the record of its forward pass.
+# Computes for a pass: the loss to differentiate, the loss and metrics of its rows, the record of the forward pass.
 LossOfPass = Callable[[Pass], tuple[Tensor, "GlobalBatch", Found]]
 # The gradient of each trained weight; None if a weight has no gradient.
 Gradients = list[Tensor | None]
@@ -207,11 +216,11 @@ class Replica(abc.ABC):
 
     Attributes:
         model: the built model.
-        module: the model or its wrapper. A training step differentiates its call.
+        module: the model or its wrapper. A training step computes the gradients of a call of `module`.
     """
 
     def __init__(self, model: Any):
-        """Stores the model. There is one object for each compiled model."""
+        """Stores the model. Each compiled model has a separate `Replica`."""
         self.model = self.module = model
 
     @abc.abstractmethod
@@ -223,13 +232,13 @@ class Replica(abc.ABC):
         """Returns this replica's rows of a micro-batch.
 
         Args:
-            leaf: a tensor with the rows of a batch.
-            rows: the slice of the replica's rows.
+            leaf: a tensor with the replica's rows of a batch.
+            rows: the slice of rows that belong to the micro-batch.
             num_rows: the number of rows of the micro-batch on all replicas.
         """
 
     def passes(self, batch: DeviceBatch) -> list[Pass]:
-        """Returns the passes of a training step on this batch, in order."""
+        """Returns the passes of a training step over this batch, in order."""
         import keras
 
         from kerasdp.step.global_batch import shares_of
@@ -257,34 +266,37 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     def differentiate(self, compute: "LossOfPass", one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Runs `compute` on a pass; returns the gradients for the trained weights, and its other results."""
+        """Runs `compute` on a pass. Returns the gradients of the trainable weights, and the other results."""
 
     @abc.abstractmethod
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """Averages gradients over the replicas, and sums other tensors.
+        """Averages gradients over the replicas, and sums other tensors over the replicas.
 
-        It skips the tensors that `differentiate` has already sent.
+        Tensors that `differentiate` has already sent are not sent again.
 
         Returns:
-            A function that returns both. It sends nothing, and may be called again.
+            A function that returns the averages and the sums. The function sends nothing, and may be called again.
         """
 
     @abc.abstractmethod
     def update(self, update: Callable[[], None]) -> None:
-        """Runs a function that assigns a step's new values to the variables of this replica."""
+        """Runs a function that assigns the new values of a step to the variables of this replica."""
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
-        """Makes the inputs of a pass depend on these gradients, so that it runs after them; returns the pass."""
+        """Returns a pass whose inputs depend on these gradients, so that the pass runs after their computation."""
         return one
 
     def whole_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the whole gradients; gathers them if each replica holds a shard."""
+        """Returns the full gradients. If each replica holds a shard of a gradient, the shards are gathered."""
         return gradients
 
     def add_up_passes(
         self, compute: "LossOfPass", passes: list[Pass]
     ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Differentiates each pass of a step in order, and adds up gradients and sums: see `differentiate`."""
+        """Differentiates each pass of a step in order, and adds up the gradients and sums of the passes.
+
+        See `differentiate` for the results.
+        """
         from keras import ops
 
         from kerasdp.keras_compat.layers import seed_variables
@@ -303,12 +315,12 @@ class Replica(abc.ABC):
         return gradients, global_batch, found
 
     def scaled_loss(self, global_batch: "GlobalBatch") -> Tensor:
-        """Returns the loss to differentiate: the loss of the replica's rows, scaled by a LossScaleOptimizer."""
+        """Returns the loss of the replica's rows for differentiation, after scaling by a `LossScaleOptimizer`."""
         divisor = self.loss_divisor()
         return self.model.optimizer.scale_loss(global_batch.loss if divisor == 1 else global_batch.loss / divisor)
 
     def loss_divisor(self) -> int:
-        """Returns the number by which a replica divides its loss before it differentiates the loss."""
+        """Returns the number by which a replica divides its loss before differentiation."""
         return 1
 
     @abc.abstractmethod
@@ -323,7 +335,10 @@ class Replica(abc.ABC):
         self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool,
         total_rows: int | None = None, share: float = 1.0,
     ) -> "GlobalBatch":  # fmt: skip
-        """Computes the loss from the outputs of the replica's rows. For `total_rows` and `share` see `Pass`."""
+        """Returns the `GlobalBatch` of a pass, with the loss from the outputs of the replica's rows.
+
+        See `Pass` for `total_rows` and `share`.
+        """
         from kerasdp.step.global_batch import Data, GlobalBatch
 
         inputs, targets, sample_weight, indices = batch
@@ -339,7 +354,7 @@ class Replica(abc.ABC):
         )
 
     def loss_of_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
-        """Computes the loss of a training pass from the outputs of the replica's rows."""
+        """Returns the `GlobalBatch` of a training pass, with the loss from the outputs of the replica's rows."""
         return self.global_batch(one.batch, outputs, context, training=True, total_rows=one.total_rows, share=one.share)
 
 
@@ -348,11 +363,11 @@ class ShardSteps(Replica):
 
     Attributes:
         strategy: the strategy of the run.
-        own: the names of the model's user-defined steps.
+        own: the names of the steps that the user defined for the model.
     """
 
     def __init__(self, strategy: Any, model: Any):
-        """Stores strategy and model. There is one object for each compiled model."""
+        """Stores the strategy and the model. Each compiled model has a separate object of this class."""
         from kerasdp.keras_compat.models import own_steps
 
         super().__init__(model)
@@ -364,10 +379,10 @@ class ShardSteps(Replica):
 
     @abc.abstractmethod
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
-        """Runs a user-defined step; returns Keras' logs and the records of a trial, for the global batch."""
+        """Runs a user-defined step. Returns Keras' logs and the records of a trial, both for the global batch."""
 
     def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
-        """Builds an optimizer from within a replica, once for all replicas of this process."""
+        """Builds an optimizer once for all replicas of this process; called within a replica."""
         optimizer.build(variables)
 
     @abc.abstractmethod
@@ -376,18 +391,21 @@ class ShardSteps(Replica):
 
     @abc.abstractmethod
     def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
-        """Stacks a tensor of all replicas along a new first axis: see `gather` of `ReplicaContext`."""
+        """Stacks the tensors of all replicas along a new first axis: see `gather` of `ReplicaContext`."""
 
     @abc.abstractmethod
     def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
         """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
 
-        The MEAN over the replicas of a weight's gradients is the gradient of the loss of the global batch, for any
-        loss.
+        The gradients of a weight must be averaged over the replicas. The MEAN is the gradient of the loss of the global
+        batch, for any loss.
         """
 
     def gather(self, outputs: Structure, num_rows: int) -> Structure:
-        """Gathers the rows of all replicas; axis 0 may hold several entries for each of the `num_rows` of the batch."""
+        """Gathers the rows of all replicas. On axis 0, a tensor may hold several entries for each row.
+
+        `num_rows` is the number of rows of the batch.
+        """
         import keras
 
         if self.strategy.split.num_replicas == 1:
@@ -397,16 +415,24 @@ class ShardSteps(Replica):
 
     @abc.abstractmethod
     def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the elementwise maximum of each tensor over the replicas; None stays None."""
+        """Returns the elementwise maximum over the replicas of each tensor. For None, the result is None."""
 
     def next_values(self, gradients: list[Tensor | None], variables: list[Any]) -> list[Tensor | None]:
-        """Returns the gradients that are next values of variables (float8), for all replicas; None for the rest."""
+        """Returns the next values of float8 variables, combined over all replicas; None for all other variables.
+
+        For a float8 variable, the gradient is the next value.
+        """
         from kerasdp.keras_compat.layers import is_next_value
 
         return self.largest([each if is_next_value(variable) else None for each, variable in zip(gradients, variables)])
 
     def with_next_values(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the gradients of the global batch's loss, from averaged gradients and next values of variables."""
+        """Returns the gradients of the global batch's loss, from averaged gradients and next values of variables.
+
+        Args:
+            means: the gradients, averaged over the replicas.
+            next_values: the result of the method `next_values`.
+        """
         divisor = self.loss_divisor()
         if divisor == 1:
             return means
@@ -416,8 +442,8 @@ class ShardSteps(Replica):
     def loss_divisor(self) -> int:
         """Returns the number of replicas if the model trains in float8, else 1.
 
-        The loss of a replica's rows is multiplied by the number of replicas, because gradients are averaged later.
-        Float8 layers record how large gradients are. For them, the loss is divided by this number, and
+        The loss of a replica's rows is multiplied by the number of replicas, because gradients are averaged later. But
+        float8 layers record how large gradients are. So with float8, the loss is divided by the number of replicas, and
         `with_next_values` multiplies the averaged gradients.
         """
         from kerasdp.keras_compat.layers import is_next_value
@@ -440,7 +466,7 @@ class ShardSteps(Replica):
 
         Args:
             batch: the replica's rows.
-            step: see `row_layout_of`.
+            step: the name of the step: see `row_layout_of`.
             replicas: see `Pass`.
             total_rows: see `Pass`.
         """
@@ -464,7 +490,7 @@ class ShardSteps(Replica):
         return self.context(one.batch, "call", one.replicas, one.total_rows)
 
     def test(self, batch: DeviceBatch) -> dict[str, Any]:
-        """Evaluates the global batch; returns Keras' logs."""
+        """Evaluates the model on the global batch; returns Keras' logs."""
         if "test_step" in self.own:
             return self.own_step("test_step", batch)[0]
         with use(self.context(batch)) as context:
@@ -486,11 +512,14 @@ class ShardSteps(Replica):
             return outputs if context is None else context.whole_outputs(outputs)
 
     def shard_of(self, batch: DeviceBatch) -> DeviceBatch:
-        """Returns this replica's rows of a batch from `shard_batch`."""
+        """Returns this replica's rows of a batch that `shard_batch` returned."""
         return batch
 
     def try_own_step(self, batch: DeviceBatch) -> list[tuple[str, Any]]:
-        """Runs the model's custom `train_step` on its rows of a batch from `shard_batch`, without an update.
+        """Runs the model's custom `train_step` on this replica's rows, without an update.
+
+        Args:
+            batch: a batch that `shard_batch` returned.
 
         Returns:
             The records of the trial: see `kerasdp.step.custom_steps.Share`.
@@ -498,7 +527,12 @@ class ShardSteps(Replica):
         return self.own_step("train_step", self.shard_of(batch), is_trial=True)[1]
 
     def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> ShardPass:
-        """Runs a training forward pass on its rows of a batch from `shard_batch`; no variable changes."""
+        """Runs a training forward pass on this replica's rows. No variable changes.
+
+        Args:
+            batch: a batch that `shard_batch` returned.
+            with_loss: whether to compute the loss.
+        """
         import keras
 
         from kerasdp.step.observer import shard_outputs

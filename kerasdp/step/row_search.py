@@ -1,9 +1,9 @@
 """Finds where the rows of a batch are in the tensors of layers, by calling the model on a few rows.
 
-Axis 0 need not be the batch. Layers fold windows, time or tokens into it. Other tensors are tables that happen to have
-as many rows as a replica. Shapes alone do not tell the difference. So the model is called twice before the first step,
-on a few rows and on half of them. If axis 0 is twice as long in the first call, it holds the rows. The check of the
-first step (`kerasdp.step.check`) finds out whether this is right, and which layers mix the rows.
+Axis 0 is not always the batch. Layers fold windows, time or tokens into axis 0. Other tensors are tables that happen to
+have as many rows as a replica. Shapes alone do not show the difference. So the model is called twice before the first
+step: on a few rows and on half of them. If axis 0 is twice as long in the first call, axis 0 holds the rows. The check
+of the first step (`kerasdp.step.check`) finds out whether this result is right, and which layers mix the rows.
 """
 
 import contextlib
@@ -42,11 +42,13 @@ _found: ModelCache[dict[str, tuple[list[keras.layers.Layer], RowLayout]]] = Mode
 
 
 def row_layout_of(model: keras.Model, step: str = "call") -> RowLayout:
-    """Returns the row layout that `find_row_layout` found for a model; an empty one if it was not called.
+    """Returns the row layout that `find_row_layout` found for a model.
+
+    If `find_row_layout` was not called, the layout is empty.
 
     Args:
         model: the model.
-        step: `"call"` for the model's `call`, which Keras' steps use; or a user-defined step, for example
+        step: `"call"` for the model's `call`, which Keras' steps use; or the name of a user-defined step, such as
             `"train_step"`.
     """
     _, layout = (_found.get(model) or {}).get(step, ([], RowLayout()))
@@ -54,7 +56,7 @@ def row_layout_of(model: keras.Model, step: str = "call") -> RowLayout:
 
 
 def is_known(model: keras.Model, step: str = "call") -> bool:
-    """Returns whether rows were searched in the model with its current layers. For `step` see `row_layout_of`."""
+    """Returns whether the rows were searched in the model with its current layers. See `row_layout_of` for `step`."""
     layers, _ = (_found.get(model) or {}).get(step, ([], None))
     return list(map(id, layers)) == list(map(id, all_layers(model)))
 
@@ -68,7 +70,7 @@ def context_of(
     Args:
         model: the model that runs.
         step: see `row_layout_of`.
-        rank: the rank of the replica.
+        rank: the index of the replica.
         replicas: see `kerasdp.data.sampling.Split.replicas`.
         gather: see `ReplicaContext`.
         gather_rows: see `ReplicaContext`.
@@ -96,15 +98,15 @@ class RowSearch(RowLayout):
     """Compares the tensors of two calls, on all of `NUM_ROWS` rows and on some of them; records what layers do.
 
     Attributes:
-        is_whole: whether the current call is the first one.
-        found: the row layout found by comparing both calls.
+        is_whole: whether the current call is the first one, on all rows.
+        found: the row layout that results from the comparison.
     """
 
     def __init__(self, will_be_checked: bool = False):
         """Starts a search.
 
         Args:
-            will_be_checked: whether a later check would detect a wrong result. Then a guess is allowed.
+            will_be_checked: whether a later check would detect a wrong result. If so, the search may guess.
         """
         super().__init__()
         self.is_whole, self.found, self._will_be_checked = True, RowLayout(), will_be_checked
@@ -116,7 +118,7 @@ class RowSearch(RowLayout):
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowOrder | None:
         """Returns where the rows are in a tensor: see `RowLayout`.
 
-        An unknown place is recorded. It raises an error only when the place is needed.
+        If the positions are unknown, this is recorded. An error is raised only when a step needs the positions.
         """
         if self.is_whole:
             is_folded = tensor is not None and tuple(tensor.shape[:1]) == shape[:1] and shape[:1] > (NUM_ROWS,)
@@ -124,8 +126,8 @@ class RowSearch(RowLayout):
             return RowOrder.FIRST
         whole = self._whole.get(key, [])
         found: RowOrder | str | None = (
-            f"is not called equally often for {NUM_ROWS} and for {_rows_in(SHARD)} samples, so devices would compute "
-            "different values: train on one device"
+            f"is not called the same number of times for {NUM_ROWS} samples as for {_rows_in(SHARD)} samples, so "
+            "devices would compute different values; train on one device"
         )
         if number < len(whole):
             found = self._order(key, *whole[number], shape, tensor)
@@ -135,9 +137,10 @@ class RowSearch(RowLayout):
     def _order(
         self, key: Any, whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], tensor: Any
     ) -> RowOrder | str | None:
-        """Returns where the rows are in a tensor, from its shape for all rows and for the shard.
+        """Returns where the rows are in a tensor, from its shape for all rows and its shape for the shard.
 
-        If rows are folded with other axes, it also compares values.
+        If rows are folded with other axes, values are also compared. If the positions are unknown, the result is the
+        end of an error message.
         """
         num_rows = _rows_in(SHARD)
         if whole_shape == shape:
@@ -156,16 +159,16 @@ class RowSearch(RowLayout):
                 if is_close(to_array(whole)[indices], to_array(tensor), tolerance_of(tensor)):
                     return order
         return (
-            f"works on a tensor of shape {whole_shape} for {NUM_ROWS} samples, {shape} for {num_rows}: expected the "
-            "samples on axis 0, alone or folded with others; code that has them elsewhere, or mixes the samples of a "
-            "batch, would train differently on several devices; move them to axis 0, gather the samples of all devices "
-            "with kerasdp.all_rows, or train on one device or with --backend=jax"
+            f"works on a tensor of shape {whole_shape} for {NUM_ROWS} samples, and of shape {shape} for {num_rows} "
+            "samples: expected the samples on axis 0. If samples are on another axis, or if code mixes the samples of "
+            "a batch, several devices would train differently than one device; move the samples to axis 0, gather the "
+            "samples of all devices with kerasdp.all_rows, or train on one device or with --backend=jax"
         )
 
     def watch_call(
         self, call: Callable[..., Any], layer: keras.layers.Layer, context: ReplicaContext, args: Any, kwargs: Any
     ) -> Any:
-        """Calls a layer; records where the rows are in arguments and outputs, and which variables are assigned."""
+        """Calls a layer; records where the rows are in its arguments and outputs, and which variables it assigns."""
         row_orders_in("arguments", layer, context, (args, kwargs))
         seeds = {id(variable) for variable in seed_variables(layer)}
         variables = [variable for variable in layer.variables if id(variable) not in seeds]
@@ -192,12 +195,15 @@ def to_array(tensor: Any) -> np.ndarray:
 
 
 def tolerance_of(tensor: Any) -> float:
-    """Returns how much a tensor may differ by rounding error, relative to its largest value."""
+    """Returns how large rounding errors of a tensor may be, relative to its largest value."""
     return _TOLERANCES.get(keras.backend.standardize_dtype(tensor.dtype), 1e-3)
 
 
 def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bool:
-    """Returns whether arrays differ only by rounding error, relative to the largest value. Integers must be equal."""
+    """Returns whether two arrays differ only by rounding error, relative to the largest value.
+
+    Arrays of integers must be equal.
+    """
     if expected.shape != received.shape:
         return False
     if expected.dtype.kind not in "fc":
@@ -216,9 +222,9 @@ def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bo
 
 
 def find_row_layout(model: keras.Model, inputs: Any) -> None:
-    """Finds where the rows of a batch are in all tensors of a model in training; `row_layout_of` returns it.
+    """Finds where the rows of a batch are in all tensors of a model in training.
 
-    No variable changes.
+    `row_layout_of` returns the result. No variable changes.
 
     Args:
         model: a built model, made `portable`.
@@ -245,7 +251,8 @@ def search_rows(
     Args:
         model: a built model, made `portable`.
         step: see `row_layout_of`.
-        call: computes some of `NUM_ROWS` rows, and asks for each tensor where the rows are.
+        call: a function that computes some of `NUM_ROWS` rows. For each tensor, it asks the given `RowLayout` where the
+            rows are.
         will_be_checked: see `RowSearch`.
     """
     search = RowSearch(will_be_checked)
@@ -257,7 +264,10 @@ def search_rows(
 
 @contextlib.contextmanager
 def trial(model: keras.Model, layout: RowLayout, rows: slice, is_micro_batch: bool = False) -> Iterator[ReplicaContext]:
-    """Returns the context of a call on some of `NUM_ROWS` rows. No variable changes, and nothing is sent."""
+    """Makes a context for a call on some of `NUM_ROWS` rows, and yields its `ReplicaContext`.
+
+    No variable changes, and nothing is sent.
+    """
     context = trial_context(layout, rows, is_micro_batch=is_micro_batch)
     # Only layers may draw random numbers, which they make portable.
     with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)):
@@ -266,7 +276,7 @@ def trial(model: keras.Model, layout: RowLayout, rows: slice, is_micro_batch: bo
 
 @contextlib.contextmanager
 def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterator[None]:
-    """Turns an exception of user-defined code in a trial into a `UserError` that names the user's lines only.
+    """Turns an exception of user-defined code in a trial into a `UserError` that names only the user's lines.
 
     Args:
         title: the name of the code that is tried.
@@ -280,25 +290,25 @@ def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterat
     except Exception as error:
         if explained(error) is not None:  # a device failed
             raise
-        reason = ", where each device has some of the batch" if is_split else ""
+        reason = ", where each device has some of them" if is_split else ""
         line = error_text.in_a_line(error, _NUM_PLACES)
         advice = (
-            "make it work for any number of samples and for several calls: data with a row for each sample must be an "
-            "argument of the step"
+            "make the code work for any number of samples and for several calls. Data with a row for each sample must "
+            "be an argument of the step"
         )
         if _READS_A_VALUE.search(line):
-            advice = "a step cannot read the value of a tensor: return it, and read it outside of the step"
+            advice = "a step cannot read the value of a tensor; return the tensor, and read it outside of the step"
         raise UserError(
-            f"{title} fails on {num_rows} samples{reason} (a trial before the first step): {line}; {advice}"
+            f"{title} fails on {num_rows} samples{reason}, in a trial before the first step: {line}; {advice}"
             + ("; or train on one device or with --backend=jax" if is_split else "")
         ) from error
 
 
 def trial_context(layout: RowLayout, rows: slice, **fields: Any) -> ReplicaContext:
-    """Returns the context of a trial on some of `NUM_ROWS` rows, where layers ask `layout` for the place of the rows.
+    """Returns the context of a trial on some of `NUM_ROWS` rows.
 
     Args:
-        layout: answers where the rows are.
+        layout: the `RowLayout` that layers ask where the rows are.
         rows: the rows of the trial.
         **fields: other fields of `ReplicaContext`.
     """
@@ -316,7 +326,7 @@ def trial_context(layout: RowLayout, rows: slice, **fields: Any) -> ReplicaConte
 
 
 def rows_of(inputs: Any, rows: slice) -> Any:
-    """Returns some rows of NumPy arrays as tensors; None stays None."""
+    """Returns some rows of NumPy arrays as tensors. For None, the result is None."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf[rows]), inputs)
 
 
@@ -331,14 +341,17 @@ def fixed_values(model: keras.Model, noise: float = 0.0) -> list[tuple[keras.Var
 
     Args:
         model: the model.
-        noise: the relative change of each weight, up or down.
+        noise: the relative change of each floating-point value, up or down.
     """
     arrays = with_noise([to_array(variable.value) for variable in model.variables], noise)
     return [(variable, ops.convert_to_tensor(array)) for variable, array in zip(model.variables, arrays)]
 
 
 def with_noise(arrays: Any, noise: float) -> Any:
-    """Multiplies each float in a structure of arrays by `1 + noise` or `1 - noise`, at random; integers stay."""
+    """Multiplies each float in a structure of arrays by `1 + noise` or `1 - noise`, at random.
+
+    Integers do not change.
+    """
     signs = np.random.RandomState(0)
 
     def change(array: Any) -> Any:

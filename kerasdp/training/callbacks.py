@@ -22,15 +22,14 @@ WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.cal
 
 
 class RunCallbacks(keras.callbacks.CallbackList):
-    """Contains the callbacks of one `fit`: user-defined and built-in callbacks, in any order.
+    """Calls the user-defined and built-in callbacks of one `fit`.
 
-    Actions that must come first or last are not callbacks. Each event first updates `RunState`, then calls the
-    callbacks, then synchronizes the ranks and writes the checkpoint. So the checkpoint contains changes that callbacks
-    made.
+    Each event first updates `RunState`, then calls the callbacks. Last, the event synchronizes the ranks and writes the
+    checkpoint. So the checkpoint contains the changes that callbacks made. The callbacks may have any order.
 
     Attributes:
         recorder: the recorder of the run.
-        checkpointer: writes checkpoints; None if the run writes none.
+        checkpointer: object that writes checkpoints; None if the run writes no checkpoints.
         resumed: the checkpoint from which the run resumes, or None.
     """
 
@@ -47,7 +46,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         fit: int,
         verbose: str | int | None,
     ):
-        """Makes the built-in callbacks. With `config.resume`, restores model and state from the newest checkpoint.
+        """Makes the built-in callbacks. If `config.resume` is set, restores the newest checkpoint.
 
         Args:
             config: configuration of the run.
@@ -56,9 +55,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
             model: the model to train.
             reader: reader of the training data.
             callbacks: user-defined callbacks.
-            facts: description of the run for its files.
-            fit: number of this `fit`, from 1. Each `fit` has its own folder.
-            verbose: as in `fit`.
+            facts: description of the run, for the files of the run.
+            fit: number of this `fit`, from 1. Each `fit` writes to a different folder.
+            verbose: verbosity, as in `keras.Model.fit`.
 
         Raises:
             UserError: if a user-defined callback cannot work on several processes, or the run cannot be resumed.
@@ -100,13 +99,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Calls the callbacks, and then restores their saved state in a resumed run."""
+        """Calls the callbacks. In a resumed run, then restores the saved state of the callbacks."""
         super().on_train_begin(logs)
         if self.checkpointer:
             self.checkpointer.restore_callbacks()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts the epoch. A resumed epoch starts with the metrics from before the checkpoint."""
+        """Starts the epoch. In a resumed epoch, restores the metrics from the checkpoint."""
         self.state.begin_epoch(epoch)
         if self.checkpointer:
             self.checkpointer.begin_epoch()
@@ -122,8 +121,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Calls the callbacks after a training batch.
 
-        Then stops the training if it has to end, and writes a checkpoint if one is due.
-        If one call runs several steps, `batch` is the last step of the call.
+        Also stops the training after its last step, and writes a checkpoint if a checkpoint is due. If one call runs
+        several steps, `batch` is the index of the last step in the call.
         """
         if self.state.is_at_last_step:
             self._trained.stop_training = True
@@ -136,7 +135,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.checkpointer.after_step()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Ends the training part of the epoch, and calls the callbacks."""
+        """Ends the training part of the epoch, and calls the callbacks before an evaluation."""
         self._end_training_part()
         if self.checkpointer:
             self.checkpointer.keep_metrics()
@@ -144,9 +143,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
         super().on_test_begin(logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Gathers the weights and ends an evaluation.
+        """Gathers the weights, and calls the callbacks after an evaluation.
 
-        Some callbacks swap the weights before an evaluation, and restore them here.
+        Some callbacks replace the weights before an evaluation, and restore the weights in this event.
         """
         self._gather_for_callbacks()
         super().on_test_end(logs)
@@ -158,9 +157,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.checkpointer.after_test_step()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ends the epoch, calls the callbacks, and writes a checkpoint if one is due.
+        """Ends the epoch, calls the callbacks, and writes a checkpoint if a checkpoint is due.
 
-        If there are callbacks, each rank first gathers the whole model, because a callback may save it.
+        If there are callbacks, each rank first gathers the whole model, because a callback may save the model.
         """
         self._gather_for_callbacks()
         self._end_training_part()
@@ -178,12 +177,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def _stop_alike(self) -> None:
         """Stops all ranks if a callback stopped one rank.
 
-        The logs are equal on all ranks, so only callbacks that depend on other values, such as the time, can differ.
+        All ranks have the same logs. So the ranks can disagree only if a callback depends on another value, such as the
+        time.
         """
         self._trained.stop_training = self._strategy.processes.any_rank(self._trained.stop_training)
 
     def _keep_one_rate(self) -> None:
-        """Sets the learning rate of rank 0 on all ranks, since a callback may have changed it on one."""
+        """Sets the learning rate of rank 0 on all ranks. A callback may have changed the rate on only one rank."""
         model = self._trained
         if learning_rate_schedule(model.optimizer) is None:
             own_rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
@@ -200,16 +200,16 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.state.stop_clock()
 
     def _call_listening(self, event: str, batch: int, logs: Any) -> None:
-        """Calls the callbacks that implement a batch event.
+        """Calls the callbacks that override a batch event.
 
-        Converts the logs to floats only if a callback reads them, because the conversion waits for the device.
+        Converts the logs to floats only if a callback needs floats, because the conversion waits for the device.
         """
         for callback in self._listening[event]:  # user-defined callbacks come last
             logs = logs if isinstance(callback, _CONVERT_THEMSELVES) else as_numbers(logs)
             getattr(callback, event)(batch, logs=logs)
 
     def close(self) -> None:
-        """Closes the files. Also called after a failed run."""
+        """Closes the files. A failed run calls this method, too."""
         self.recorder.close()
         if self.checkpointer and (missing := self.checkpointer.close()):
             report.warn(f"could not write {missing}")
@@ -218,8 +218,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
 def _is_listening(callback: keras.callbacks.Callback, event: str) -> bool:
     """Returns whether a callback overrides an event.
 
-    In Keras the default `on_train_batch_end` calls the older `on_batch_end`, which `TerminateOnNaN` overrides.
-    Therefore both names are checked.
+    Checks two names of the event. The default `on_train_batch_end` of Keras calls the older method `on_batch_end`,
+    which some callbacks override, such as `TerminateOnNaN`.
     """
     default = keras.callbacks.Callback
     names = {event, event.replace("train_", "")}
@@ -227,13 +227,16 @@ def _is_listening(callback: keras.callbacks.Callback, event: str) -> bool:
 
 
 def _verbosity(verbose: str | int | None, config: Config) -> str | int:
-    """Returns the value of `verbose` to use. The default is a bar in a terminal, otherwise one line an epoch."""
+    """Returns the value of `verbose` to use.
+
+    The default is 1 (a progress bar) in a terminal, otherwise 2 (one line for each epoch).
+    """
     verbose = config.verbose if verbose == "auto" else verbose
     return (1 if sys.stdout.isatty() else 2) if verbose is None else verbose
 
 
 def _resume(state: RunState, reader: Reader, saved: dict[str, Any]) -> None:
-    """Moves state and reader to the position of a checkpoint."""
+    """Moves the state and the reader to the position that a checkpoint contains."""
     position = Position(saved["epoch"], saved["batch"])
     state.resume(saved["step"], position, was_stopped=saved["stopped"], measured=saved["recorder"])
     reader.resume_at(*position, saved.get("data"))
@@ -242,13 +245,13 @@ def _resume(state: RunState, reader: Reader, saved: dict[str, Any]) -> None:
 def _checked(
     strategy: Strategy, config: Config, callbacks: list[keras.callbacks.Callback] | None
 ) -> list[keras.callbacks.Callback]:
-    """Returns the user-defined callbacks.
+    """Returns the user-defined callbacks after checking them.
 
     Raises:
         UserError: for a callback that cannot work in this run.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
+        raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList; pass a list")
     several = strategy.processes.num_processes > 1
     in_parts = several and (config.strategy == "pipeline" or config.shard != "none")
     for callback in callbacks or ():
@@ -259,8 +262,8 @@ def _checked(
             )
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch" and in_parts:
             raise UserError(
-                "ModelCheckpoint(save_freq=...) saves within an epoch, when each process holds only a shard of the "
-                "weights (--strategy=pipeline, --shard); use --checkpoint_every"
+                "ModelCheckpoint(save_freq=...) cannot save within an epoch with --strategy=pipeline or --shard: "
+                "each process then holds only a shard of the weights; use --checkpoint_every"
             )
     return callbacks or []
 

@@ -1,7 +1,8 @@
 """Provides steps and batches for custom training loops, which run on all devices.
 
-A user-defined function becomes the `train_step` of a Keras model. This model contains everything that the function
-uses. So the function is trained and checked like a user-defined `train_step` (`kerasdp.step.custom_steps`).
+A user-defined function becomes the `train_step` of a Keras model. The model contains the layers, metrics, optimizers
+and variables that the function uses. So kerasdp checks and runs the function like a user-defined `train_step`
+(`kerasdp.step.custom_steps`).
 """
 
 import contextlib
@@ -43,12 +44,12 @@ class LoopBatch(NamedTuple):
     """Holds a global batch that `Runner.batches` yields, as input of the functions that `Runner.step` makes.
 
     Attributes:
-        epoch: the epoch, from 0, as in callbacks. Printed lines count from 1.
+        epoch: index of the epoch, from 0, as in Keras callbacks. Printed lines count epochs from 1.
         number: index of the batch in the epoch, from 0.
         is_last: whether this is the last batch of the epoch; None if not known.
-        num_rows: samples of the global batch.
+        num_rows: number of samples of the global batch.
         data: the batch on this process's devices.
-        sample: a few samples of the data.
+        sample: a few samples of the data set, for checks.
     """
 
     epoch: int
@@ -60,13 +61,13 @@ class LoopBatch(NamedTuple):
 
 
 class GivenRows:
-    """Holds samples in memory, with the `sample` method of a reader, for `find_rows` and the first-step check."""
+    """Holds samples in memory. `find_rows` and the first-step check read the samples through `sample`."""
 
     def __init__(self, data: tuple[Any, Any, Any]):
         self.data = data
 
     def sample(self, num_rows: int) -> Any:
-        """Returns `num_rows` rows. Repeats the rows if there are fewer."""
+        """Returns `num_rows` rows. Repeats rows if there are fewer than `num_rows` rows."""
         return take_rows(self.data, np.resize(np.arange(num_samples(self.data)), num_rows))
 
 
@@ -82,24 +83,30 @@ class StepModel(keras.Model):
     The model contains the layers, metrics, optimizers and variables that the function uses.
 
     Attributes:
-        title: name for messages.
-        structure: structure of the latest traced result, with None for each tensor.
+        title: name of the step, for messages.
+        structure: structure of the latest traced result of the function, with None for each tensor.
     """
 
     structure: Any = None
     checks_results = True  # the first-step check compares the results, too
 
     def __init__(self, function: Callable[..., Any], parts: StepParts, returns: Any):
-        """Wraps the function. `parts` contains the objects that it uses. For `returns` see `Runner.step`."""
+        """Wraps a function.
+
+        Args:
+            function: the user-defined function.
+            parts: the layers, metrics, variables and optimizers that the function uses.
+            returns: how results are combined over the devices; see `Runner.step`.
+        """
         super().__init__(name=_name_of(function))
         self.function, self._returns, self.title = function, returns, f"the step {self.name}"
         self.parts = [*parts.layers, *parts.metrics, *parts.variables]
         self.optimizers = [optimizer for optimizer, _ in parts.optimizers]
 
     def train_step(self, data: Any) -> Any:
-        """Calls the function, and combines its results over the devices.
+        """Calls the function. Combines the results declared as "sum" or "rows" over the devices.
 
-        Means over rows and results of metrics are combined later.
+        Means over rows and results of metrics are combined after this method has returned.
         """
         returned = _call(self.function, data)
         result = keras.tree.map_structure(_as_tensor, returned)
@@ -129,12 +136,12 @@ def _declared(returns: Any, result: Any, name: str) -> Any:
         return {key: _declared(returns.get(key, "mean"), value, name) for key, value in result.items()}
     if isinstance(returns, (tuple, list)) and isinstance(result, (tuple, list)) and len(returns) == len(result):
         return type(result)(_declared(one, value, name) for one, value in zip(returns, result))
-    raise UserError(f"the step {name}: returns={returns!r} does not match its result, a {type(result).__name__}")
+    raise UserError(f"the step {name}: returns={returns!r} does not fit the result; pass one string or one per value")
 
 
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, (str, bytes)):
-        raise UserError(f"a step: expected tensors as results. Received: {leaf!r:.100}")
+        raise UserError(f"a step: expected tensors as results. Received: {leaf!r:.100}; do not return text")
     # Tensors stay the same objects, so that results of metrics are recognized.
     return leaf if leaf is None or keras.ops.is_tensor(leaf) else keras.ops.convert_to_tensor(leaf)
 
@@ -142,7 +149,7 @@ def _as_tensor(leaf: Any) -> Any:
 def _joined(name: str, leaf: Any, reduction: str) -> Any:
     """Combines a leaf of a result over the devices.
 
-    Means over rows and results of metrics are combined later.
+    Means over rows and results of metrics are returned unchanged, and combined later.
     """
     if leaf is None:
         return None
@@ -165,9 +172,9 @@ def _joined(name: str, leaf: Any, reduction: str) -> Any:
 
 
 def _as_ordered(structure: Any, values: Any) -> Any:
-    """Returns values with dictionary keys in the order of `structure`.
+    """Returns nested values with dictionary keys in the same order as in `structure`.
 
-    With None as values, returns the structure itself, with None as leaves.
+    If `values` is None, returns `structure` with None for each leaf.
     """
     if isinstance(structure, dict):
         return {key: _as_ordered(part, None if values is None else values[key]) for key, part in structure.items()}
@@ -178,13 +185,13 @@ def _as_ordered(structure: Any, values: Any) -> Any:
 
 
 class Step:
-    """Runs a user-defined function on all devices, as one compiled program. `Runner.step` returns it."""
+    """Runs a user-defined function on all devices, as one compiled program. `Runner.step` returns a `Step`."""
 
     def __init__(self, runner: Any, function: Callable[..., Any], returns: Any):
-        """Sets up the step. For the arguments see `Runner.step`."""
+        """Sets up the step. See `Runner.step` for the arguments."""
         for reduction in keras.tree.flatten(returns):
             if reduction not in REDUCTIONS:
-                raise UserError(f"returns: expected some of {', '.join(REDUCTIONS)}. Received: {reduction!r}")
+                raise UserError(f"returns: expected one of {', '.join(REDUCTIONS)}. Received: {reduction!r}")
         self._runner, self._function, self._returns = runner, function, returns
         self._model: StepModel | None = None
         self.__name__, self.__doc__ = _name_of(function), function.__doc__
@@ -193,8 +200,8 @@ class Step:
         """Runs the function on a global batch. Returns the results, combined over the devices.
 
         Args:
-            batch: a batch of `Runner.batches`, or a structure of arrays with the samples on axis 0. Arrays must be the
-                whole batch on every process. None: the function takes no batch.
+            batch: a batch of `Runner.batches`, or a structure of arrays with the samples on axis 0. If it contains
+                arrays, each process must pass the whole batch. None: the function takes no argument.
         """
         runner = self._runner
         if current_step().record is not None:
@@ -218,14 +225,16 @@ class Step:
         return _as_ordered(structure, keras.tree.pack_sequence_as(structure, leaves))
 
     def _made(self, reader: Any) -> StepModel:
-        """Finds the objects that the function uses, builds its optimizers, and returns a model for the devices.
+        """Makes the model that runs the function on the devices.
+
+        Finds the objects that the function uses, and builds the optimizers among them. Checks the first step.
 
         Raises:
             UserError: if the function cannot be used on these devices.
         """
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
         if config.strategy != "data" or config.has_micro_batches:
-            raise UserError(f"the step {self.__name__}: a custom step needs --strategy=data, without --accumulate")
+            raise UserError(f"the step {self.__name__}: custom steps need --strategy=data; remove --accumulate")
         # One program for several processes. With one program each, --shard raises an error for custom steps anyway.
         is_one_program = strategy.split.is_one_program and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:
@@ -257,7 +266,7 @@ class Step:
 
 
 def _given(batch: Any, strategy: Strategy) -> LoopBatch:
-    """Copies a batch of arrays to the devices."""
+    """Copies a batch of arrays to the devices. Returns the batch as a `LoopBatch`."""
     if batch is None:
         batch = {_GIVEN: {"nothing": np.zeros((strategy.split.num_replicas, 1), "float32")}}
     elif not (isinstance(batch, tuple) and len(batch) in (2, 3)):
@@ -278,7 +287,7 @@ _SAVED: dict[str, tuple[Any, ...]] = {
 
 
 class SavedParts(keras.Model):
-    """Contains the objects that a custom loop saves, as a Keras model. See `Runner.checkpoint`."""
+    """Holds the objects that a custom loop saves, as attributes of a Keras model. See `Runner.checkpoint`."""
 
     # Attributes that the callbacks of a run read from a model in `fit`.
     loss, stop_training = None, False
@@ -299,22 +308,22 @@ class SavedParts(keras.Model):
                 if not getattr(part, "built", True):
                     raise UserError(
                         f"checkpoint, {name}: {part.name} is not built, so its variables are unknown; call its build "
-                        "before (for an optimizer: with the weights that it updates)"
+                        "method before runner.checkpoint (of an optimizer: with the weights that it updates)"
                     )
         if not parts["optimizers"]:
-            raise UserError("checkpoint, optimizers: expected at least one. Received: none")
+            raise UserError("checkpoint, optimizers: expected at least one optimizer. Received: none")
         self.models, self.metrics_held, self.variables_held = parts["models"], parts["metrics"], parts["variables"]
         (_, self.optimizer), *others = parts["optimizers"].items()
         self.optimizers = dict(others)
 
     def require(self, step: StepModel) -> None:
-        """Raises `UserError` if a step uses a variable that would not be saved."""
+        """Raises `UserError` if a step uses a variable that the loop would not save."""
         known = {id(variable) for variable in variables_of_own_step(self)}
         for variable in variables_of_own_step(step):
             if id(variable) not in known:
                 raise UserError(
                     f"checkpoint: the step {step.name} uses {variable.path}, which would not be saved, so a resumed "
-                    "run would differ; add its owner to models, optimizers, metrics or variables"
+                    "run would differ; pass its layer, optimizer or metric (or the variable) to runner.checkpoint"
                 )
 
 
@@ -328,23 +337,25 @@ def _by_name(parts: Any) -> dict[str, Any]:
 
 
 class CustomLoop:
-    """Runs a custom loop: yields its batches and calls its callbacks. Corresponds to `Loop.fit`, but runs no steps.
+    """Runs a custom loop: yields its batches and calls its callbacks.
+
+    Corresponds to `Loop.fit`, except that the user's loop calls the steps.
 
     Attributes:
         reader: reader of the data.
         batch_size: the requested batch size.
         epochs: the remaining epochs.
         first: the first batch, for its shapes.
-        generator: generator of the batches. Closing it ends the loop.
+        generator: generator of the batches. Closing the generator ends the loop.
         state: epoch and step of the loop.
-        logs: values logged since the last batch.
+        logs: values that were logged since the last batch.
     """
 
     generator: Generator[LoopBatch, None, None]
     state: RunState
 
     def __init__(self, reader: Reader, strategy: Strategy, batch_size: int, epochs: int):
-        """Reads the first batch and a few samples. This is not possible after an epoch has started."""
+        """Reads the first batch and a few samples. This must happen before an epoch starts."""
         self.reader, self.batch_size, self.epochs = reader, batch_size, range(epochs)
         self.first, self.sample = first_of(reader), GivenRows(reader.sample(_MOST_SAMPLED))
         self.logs: dict[str, Any] = {}
@@ -358,7 +369,7 @@ class CustomLoop:
     ) -> None:
         """Sets the state of the loop, the callbacks and the saved objects.
 
-        With None as `callbacks`, nothing is recorded. With None as `saved`, nothing is saved.
+        If `callbacks` is None, the loop is not recorded. If `saved` is None, the loop is not saved.
         """
         self.state, self._callbacks, self._saved = state, callbacks, saved
         if callbacks is None:
@@ -372,16 +383,16 @@ class CustomLoop:
             self.epochs = range(state.epoch, state.epoch if state.was_over else self.epochs.stop)
 
     def take(self, step: StepModel) -> None:
-        """Registers a step of the loop. Raises `UserError` if it uses variables that would not be saved."""
+        """Registers a step of the loop. Raises `UserError` if the step uses variables that the loop would not save."""
         if id(step) not in self._steps:
             if self._saved is not None:
                 self._saved.require(step)
             self._steps[id(step)] = step
 
     def batches(self, feed: Feed) -> Iterator[LoopBatch]:
-        """Yields the batches.
+        """Yields the batches of the loop.
 
-        Callbacks and checkpoints of a step run when the next batch is requested.
+        When the loop requests the next batch, the callbacks for the previous step run, and a due checkpoint is written.
         """
         callbacks = self._callbacks or keras.callbacks.CallbackList()
         callbacks.on_train_begin()

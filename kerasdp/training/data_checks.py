@@ -1,7 +1,7 @@
-"""Checks that a loss can learn from the targets, before the first step and with the same error on each backend.
+"""Checks that a loss can learn from the targets, before the first step and with the same errors on every backend.
 
-Without this check the backends differ. For labels that are out of range, torch raises an IndexError, TensorFlow prints
-94 lines, and JAX trains on silently with other results. For wrong shapes Keras raises its own error before the first
+Without this check, the backends would handle labels out of range differently. Torch raises an IndexError. TensorFlow
+prints 94 lines. JAX continues silently, with other results. For wrong shapes, Keras raises an error before the first
 step.
 """
 
@@ -41,7 +41,7 @@ _outputs_of: ModelCache[tuple[Any, list[Any], Any]] = ModelCache()
 
 @contextlib.contextmanager
 def about_validation() -> Iterator[None]:
-    """Adds the prefix "validation data" to the errors that the block raises."""
+    """Adds the prefix "validation data: " to each `UserError` that the block raises."""
     try:
         yield
     except UserError as error:
@@ -49,14 +49,15 @@ def about_validation() -> Iterator[None]:
 
 
 def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validation: bool = False) -> None:
-    """Raises an error if a model cannot be trained on, or evaluated with, the data of a reader.
+    """Raises `UserError` if a model cannot be trained or evaluated on the data of a reader.
 
-    Checks the shapes of the first batch, and all targets. Targets that are not in memory, or larger than
-    `MOST_LOOKED_THROUGH`, are checked batch by batch during reading. The check costs one pass over the targets.
+    Checks the shapes of the first batch, and the values of all targets. If the targets are in memory and have at most
+    `MOST_LOOKED_THROUGH` bytes, checks them now. Otherwise, the reader checks the targets of each batch that it reads.
+    The check costs one pass over the targets.
 
     Args:
         model: a built and compiled model.
-        reader: reader of the data. Its `check` is set if each batch has to be checked.
+        reader: reader of the data. Its attribute `check` is set if each batch has to be checked.
         batch: first batch of the reader.
         is_validation: whether the data is the validation data of `fit`.
     """
@@ -109,13 +110,16 @@ def warn_of_unscaled_images(model: keras.Model, batch: Batch) -> None:
     are_known = all(isinstance(each, keras.Layer) and type(each).__module__[:6] == "keras." for each in operations)
     if are_known and not any(isinstance(each, _SCALING) for each in operations):
         report.warn(
-            f"{model.name}: the images are from 0 to 255 (uint8), and no layer scales them; start the model with "
+            f"{model.name}: the images have values from 0 to 255, and no layer scales them; start the model with "
             "keras.layers.Rescaling(1 / 255)"
         )
 
 
 def chance_loss(model: keras.Model) -> float | None:
-    """Returns the cross-entropy of a model that predicts all classes with equal probability; None for other losses."""
+    """Returns the cross-entropy of a model that predicts all classes with equal probability.
+
+    Returns None for losses other than cross-entropy.
+    """
     known = _outputs_of.get(model)
     losses = [] if known is None or known[2] is None else targets_of_losses(model, known[2], known[2])
     functions = {keras.losses.sparse_categorical_crossentropy, keras.losses.categorical_crossentropy}
@@ -138,7 +142,7 @@ def _num_bytes(data: Any) -> int:
 def _check_targets(
     model: keras.Model, outputs: Any, targets: Any, sample_weight: Any, indices: np.ndarray, title: str
 ) -> None:
-    """Raises an error if targets or sample weights have wrong values.
+    """Raises `UserError` if targets or sample weights have wrong values.
 
     `indices` are the positions of the samples in the data set.
     """
@@ -156,7 +160,7 @@ def _check_targets(
 
 
 def _check_labels(name: str, labels: np.ndarray, num_classes: int, ignored: int | None, indices: np.ndarray) -> None:
-    """Raises an error if a label is not a valid class index, from 0 to `num_classes - 1`."""
+    """Raises `UserError` if a label is not a valid class index, from 0 to `num_classes - 1`."""
     is_whole = labels.dtype.kind in "iub" or not np.any(labels != np.floor(labels))
     if is_whole and labels.min() >= 0 and labels.max() < num_classes:
         return
@@ -173,13 +177,13 @@ def _check_labels(name: str, labels: np.ndarray, num_classes: int, ignored: int 
     elif label >= num_classes:
         instead = f"use at least {int(label) + 1} outputs in the last layer, or correct the labels"
     raise UserError(
-        f"{name}: expected whole numbers from 0 to {num_classes - 1} as labels, one for each output of the model. "
-        f"Received: {label:g} (sample {indices[place[0]]}); {instead}"
+        f"{name}: expected whole numbers from 0 to {num_classes - 1} as labels, because the model has {num_classes} "
+        f"outputs. Received: {label:g} (sample {indices[place[0]]}); {instead}"
     )
 
 
 def _refuse_nan(name: str, data: Any, indices: np.ndarray) -> None:
-    """Raises an error if an array has a value that is not finite. The error names the sample."""
+    """Raises `UserError` if an array contains a value that is not finite. The error names the sample."""
     for leaf in keras.tree.flatten(data):
         # Minimum and maximum need no copy; both are NaN if any value is.
         if leaf is None or leaf.dtype.kind != "f" or not leaf.size:

@@ -37,9 +37,13 @@ class Loop:
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy, state: RunState, functions: StepFunctions):
-        """Sets up the loop with the step functions of the model.
+        """Sets up the loop.
 
-        `state` holds the resume point of the run, and counts each step.
+        Args:
+            model: the model.
+            strategy: strategy of the run.
+            state: state of the run. It contains the resume point, and counts the steps.
+            functions: step functions of the model.
         """
         self.model, self.strategy, self.state, self.functions = model, strategy, state, functions
         self._compiled = model.compiled and (model.optimizer, *made_by_compile(model))
@@ -53,10 +57,11 @@ class Loop:
         validation: Feed | None,
         validation_freq: int | list[int],
     ) -> None:
-        """Trains the epochs. Evaluates on `validation` after the epochs that `validation_freq` names, as Keras does.
+        """Trains the epochs. Evaluates on `validation` after the epochs that `validation_freq` names, like Keras.
 
         Raises:
-            UserError: if a callback compiles the model again. The step functions still use the former ones.
+            UserError: if a callback compiles the model again, because the step functions would still use the old
+                optimizer and losses.
         """
         model = self.model
         logs: Logs = {}
@@ -106,10 +111,10 @@ class Loop:
         return self._epoch_logs(logs, "train_step")
 
     def _check_state(self) -> None:
-        """Compares the state variables of the replicas after the first step and after each epoch.
+        """Compares the non-trainable variables of the replicas, after the first step and after each epoch.
 
-        Compares only variables that are not trained. Trained weights need no check: there is one copy, or the replicas
-        update them with the same all-reduced sums.
+        Trainable weights need no check. Either there is only one copy of each weight, or all replicas update the weight
+        with the same all-reduced sum.
         """
         self._is_state_checked = True
         if self.strategy.split.runs_on_shards:
@@ -186,8 +191,9 @@ class Loop:
     def _epoch_logs(self, logs: Logs, step: str) -> Logs:
         """Returns the metrics of the model after an epoch.
 
-        If a user-defined step returns logs with other names, returns the logs of the last batch instead. The loss is
-        None if the step does not update a loss metric. The caller then sets the mean over the batches.
+        If a user-defined step returns logs with other names than the model's metrics, returns `logs`, the logs of the
+        last batch. If the step does not update a loss metric, the loss is None. The caller then replaces None by the
+        mean loss over the batches.
         """
         metrics = self.model.get_metrics_result()
         if metrics.keys() != logs.keys():
@@ -206,7 +212,7 @@ class Loop:
 def _calls(batches: Iterator[DeviceBatch], num_done: int, per_call: int) -> Iterator[list[DeviceBatch]]:
     """Groups batches into lists of `per_call`, one list for each call of a step function.
 
-    A list is shorter at the end of the data, and at the start of a resumed epoch.
+    The last list of the data may be shorter. The first list of a resumed epoch may be shorter, too.
     """
     while taken := list(itertools.islice(batches, per_call - num_done % per_call)):
         yield taken
@@ -226,7 +232,7 @@ def is_due(epoch: int, validation_freq: int | list[int]) -> bool:
 def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only: bool = False) -> None:
     """Raises `ReplicasDifferError` unless all replicas hold bit-equal values.
 
-    With `state_only`, compares only variables that are not trained.
+    If `state_only` is True, compares only non-trainable variables.
     """
     different = strategy.diverged_variables(model, state_only)
     if different:
@@ -243,7 +249,10 @@ class ModelSteps:
     def __init__(self, config: Config, strategy: Strategy, state: RunState):
         """Sets up an empty store.
 
-        `strategy` makes the step functions. The watchdog tracks their calls. `state` counts each training step.
+        Args:
+            config: configuration of the run.
+            strategy: strategy that makes the step functions.
+            state: state of the run, which counts the training steps.
         """
         self._strategy, self._state = strategy, state
         # Whether each process holds all weights. They are neither sharded nor on another process.
@@ -254,9 +263,9 @@ class ModelSteps:
 
     @contextlib.contextmanager
     def running(self, model: keras.Model, evaluated: Evaluated | None = None) -> Iterator[StepFunctions]:
-        """Yields the step functions of a model, in the context in which they may be called.
+        """Yields the step functions of a model, in a context in which the caller may call them.
 
-        `evaluated` describes the data for `test` or `predict`. None: there is no such data.
+        `evaluated` describes the data for `test` or `predict`; None if there is no such data.
         """
         functions = self._functions_of(model)
         self._state.description = functions.description
@@ -291,11 +300,11 @@ _FEW_STEPS, _FEW_WEIGHTS = 4, 8
 
 
 def _warning_of_unchanged_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
-    """Wraps the training steps so that they warn once if the first steps change no weight.
+    """Wraps the training functions, so that they warn once if the first steps change no weight.
 
-    Steps without an optimizer are not wrapped. All weights are compared only if the first step changes none of a few.
-    The comparison includes weights that are not trained: batch-norm statistics, and the loss scale, which changes after
-    an overflow. It excludes seeds.
+    Does not wrap the functions of a model without an optimizer. After the first step, compares only a few small
+    weights. If these weights are unchanged, compares all weights after some more steps. This second comparison includes
+    batch-norm statistics, and the loss scale, which changes after an overflow. It excludes seed states.
     """
     if not optimizers_of(model):
         return functions
@@ -317,9 +326,9 @@ def _warning_of_unchanged_weights(model: keras.Model, functions: StepFunctions) 
 
 
 def _looks_at_weights(model: keras.Model) -> Iterator[None]:
-    """Checks during the first steps that a weight changes. The caller calls `next` before each step.
+    """Checks that the first steps change a weight. The caller calls `next` before each step.
 
-    Ends as soon as a weight has changed. Otherwise prints a warning after the last of these steps.
+    Ends as soon as a weight has changed. If no weight has changed after the last of these steps, prints a warning.
     """
     optimizers = optimizers_of(model)
     num_steps = max(_FEW_STEPS, *(1 + (inner_optimizer(each).gradient_accumulation_steps or 1) for each in optimizers))

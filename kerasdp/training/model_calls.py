@@ -25,9 +25,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def through_model(method: Method) -> Method:
     """Decorates a method of `Runner` so that it calls the model's method of the same name, if the model overrides it.
 
-    An overriding method changes arguments (it adds callbacks, for example) and calls `super()`. That call arrives at
-    the runner again; see `model_calls_through`. A `fit` that would only preprocess data is skipped if there is no
-    preprocessor.
+    The model's method may change arguments, for example add callbacks, and then calls `super()`. This `super()` call
+    arrives at the runner again; see `model_calls_through`. If the model's `fit` only preprocesses data, and the model
+    has no preprocessor, the model's `fit` is skipped.
     """
     name = method.__name__
 
@@ -55,14 +55,14 @@ def through_model(method: Method) -> Method:
 
 
 def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments of a call to a `Runner` method by name, without runner and model."""
+    """Returns the arguments of a call to a `Runner` method by name, except the runner and the model."""
     return dict(itertools.islice(inspect.signature(method).bind(*args, **kwargs).arguments.items(), 2, None))
 
 
 def _would_preprocess(model: keras.Model, kind: type) -> bool:
-    """Returns whether a class's `fit` only preprocesses data, while the model has no preprocessor.
+    """Returns whether a class's `fit` only preprocesses data, but the model has no preprocessor.
 
-    `keras_hub.models.Task` has such a `fit`, from its base class `PipelineModel`. Other libraries copy that class.
+    `keras_hub.models.Task` inherits a `fit` of this kind from `PipelineModel`. Other libraries copy that class.
 
     Raises:
         UserError: if the model has a preprocessor. Each process would apply it to data that is already split.
@@ -71,18 +71,18 @@ def _would_preprocess(model: keras.Model, kind: type) -> bool:
         return False
     if getattr(model, "preprocessor", model) is not None:
         raise UserError(
-            f"{type(model).__name__} preprocesses its data in fit; preprocess before: x, y, sample_weight = keras."
+            f"{type(model).__name__} preprocesses its data in fit; preprocess before fit: x, y, sample_weight = keras."
             "utils.unpack_x_y_sample_weight(model.preprocess_samples(x, y)), then set model.preprocessor = None"
         )
     return True
 
 
 def model_calls_through(runner: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which methods of all models, such as `model.fit`, call those of the runner.
+    """Returns a context in which methods of all models, such as `model.fit`, call the methods of the runner.
 
-    Without it, a model would silently train on one device or on each device separately, with the backend's random
-    numbers. While the runner trains, calls from a callback run Keras' own methods. Only `evaluate` still uses the
-    runner.
+    Without this context, a model would silently train on only one device, or on each device separately, with the
+    backend's random values. While the runner trains, the methods that callbacks call are not redirected, except
+    `evaluate`.
     """
     names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
     return methods_through({name: functools.partial(_through_runner, runner, name) for name in names})
@@ -91,7 +91,7 @@ def model_calls_through(runner: Any) -> contextlib.AbstractContextManager[None]:
 def _through_runner(
     runner: Any, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces a method of all models, such as `fit`, while a runner is active."""
+    """Runs instead of a method of all models, such as `fit`, while a runner is active."""
     if runner._model_steps.num_running and name != "evaluate":
         return method(model, *args, **kwargs)
     if name in ("train_on_batch", "test_on_batch"):
@@ -99,7 +99,7 @@ def _through_runner(
     if hasattr(model, "preprocess_samples"):
         raise UserError(
             f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, whose {name} "
-            "batches and preprocesses the data itself"
+            "would batch and preprocess the data"
         )
     if name == "predict_on_batch":
         (x,) = inspect.signature(method).bind(model, *args, **kwargs).args[1:]
@@ -129,13 +129,13 @@ def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[s
     # With JAX other processes may hold some of them.
     whole = [keras.ops.convert_to_numpy(value) for value in weights if getattr(value, "is_fully_replicated", True)]
     count = sum(math.prod(weight.shape) for weight in model.weights)
-    shown = f"a {type(model).__name__} of {count} numbers, {len(model.trainable_weights)} weights trained"
+    shown = f"a {type(model).__name__} of {count} parameters, {len(model.trainable_weights)} trainable weights"
     found = {name: described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
     return {"model": described(whole) | {"shown": shown}, **found}
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Summarizes an argument or data as text and a sample value, for `kerasdp.processes.ranks.unlike`."""
+    """Describes an argument or data by a text and a checksum, for `kerasdp.processes.ranks.unlike`."""
     leaves = keras.tree.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]
     if len(leaves) > _MOST:
         return {"shown": f"{type(value).__name__} of {len(leaves)}"}
@@ -156,7 +156,7 @@ def _shown(value: Any) -> str:
 def _sample(array: np.ndarray) -> float:
     """Returns a checksum of an array between -1 and 1.
 
-    Different values have different checksums. Rounding differences change it only slightly.
+    Arrays with different values have different checksums. Rounding differences change the checksum only slightly.
     """
     if array.dtype.kind not in "biuf" or array.size == 0:
         return 0.0

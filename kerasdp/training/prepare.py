@@ -47,7 +47,7 @@ _said_of: ModelCache[tuple[Any, Any]] = ModelCache()
 class MadeBefore:
     """Finds variables that were made before the run started.
 
-    Such variables are on one device only, and their values do not depend on the seed of the run.
+    Those variables are on only one device, and their values do not depend on the seed of the run.
     """
 
     def __init__(self) -> None:
@@ -73,19 +73,19 @@ def prepare(
     scope: Callable[[], AbstractContextManager[None]],
     step: str,
 ) -> None:
-    """Builds the unbuilt parts of a model, and replaces layers such as batch norm by portable ones.
+    """Builds the unbuilt layers of a model. Makes layers such as batch norm give the same results on all backends.
 
     Args:
         model: the user's model.
-        reader: reader of the data. The function also checks this data.
+        reader: reader of the data, which is also checked.
         batch: first batch of the reader, for its shapes.
         config: configuration of the run.
         strategy: strategy of the run.
-        scope: returns the context in which variables are made.
+        scope: function that returns the context in which variables are made.
         step: the model's step that will run: `train_step`, `test_step` or `predict_step`.
 
     Raises:
-        UserError: if the model cannot be used in this run, or not with this data.
+        UserError: if the model cannot be used in this run, or the data does not fit the model.
     """
     with_targets = step != "predict_step"  # whether loss and metrics are computed
     if with_targets and not model.compiled:
@@ -120,7 +120,7 @@ def _refuse_to_train(model: keras.Model, config: Config) -> None:
             "its optimizers to compile, or use several in a custom loop (kerasdp.value_and_grad, runner.step)"
         )
     if config.accumulate > 1:
-        refuse_next_values(model, "--accumulate", "leave it out")
+        refuse_next_values(model, "--accumulate", "remove --accumulate")
         for name in ("train_step", "compute_loss"):
             if getattr(type(model), name) is not getattr(keras.Model, name):
                 raise UserError(
@@ -135,9 +135,9 @@ def _refuse_to_train(model: keras.Model, config: Config) -> None:
 
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
-    """Finds which entries of the tensors in a step belong to which row of the batch.
+    """Finds which elements of the tensors in a step belong to which row of the batch.
 
-    Needed only if layers run on shards or micro-batches.
+    Does nothing unless layers run on shards or micro-batches.
 
     Raises:
         UserError: for a layer that assigns to a variable, if there are micro-batches.
@@ -167,8 +167,8 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             name, reason = next(iter(called.items()))
             others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
             report.warn(
-                f"layer {name}{others} of {model.name} {reason} in its call: each device runs the layer on the whole "
-                "batch, which is slower; if it is slow, move this operation into a small separate layer"
+                f"layer {name}{others} of {model.name} {reason} in its call, so each device runs the layer on the "
+                "whole batch, which takes more time; to save time, move the operation into a small separate layer"
             )
 
 
@@ -185,18 +185,19 @@ def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) 
     if reasons and strategy.processes.rank == 0:
         num_bytes = len(batch.indices) * bytes_of_row(symbols)
         report.warn(
-            f"each device gets the outputs of all samples of a batch ({num_bytes / 1e6:,.2f} MB), for "
-            f"{' and '.join(reasons)}; if each sample counts independently, mark it with kerasdp.per_sample"
+            f"each device gathers the outputs of the whole batch ({num_bytes / 1e6:,.2f} MB), for "
+            f"{' and '.join(reasons)}; if a loss or metric is a sum over the samples, mark it with kerasdp.per_sample"
         )
 
 
 def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strategy: Strategy) -> None:
     """Builds the optimizers of a user-defined step before the step is compiled.
 
-    Only a trial of the step shows which weights each optimizer updates.
+    Runs a trial of the step to find out which weights each optimizer updates.
 
     Raises:
-        UserError: for an optimizer that the first step does not use. A checkpoint could not contain it.
+        UserError: if the run writes checkpoints and the first step does not use an optimizer. A checkpoint cannot
+            contain an unbuilt optimizer.
     """
     optimizers = names_in(model).optimizers
     if all(optimizer.built for _, optimizer in optimizers):
@@ -213,7 +214,7 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
         if not optimizer.built:
             raise UserError(
                 f"{name} of {model.name} is an optimizer that the first step does not use. Checkpoints cannot "
-                "save it before it is built; call optimizer.build(weights) before training, or add "
+                "save an unbuilt optimizer; call optimizer.build(weights) before training, or add "
                 "--checkpoint_every=never"
             )
 
@@ -221,7 +222,7 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
 def _refuse_state_of_losses(
     model: keras.Model, reader: Reader, inputs: Any, config: Config, strategy: Strategy
 ) -> None:
-    """Raises `UserError` for a loss that updates a variable, if the variable would be lost.
+    """Raises `UserError` for a loss that updates a variable, if the run would lose the variable's value.
 
     Keras does not track variables of losses.
     """
@@ -234,9 +235,9 @@ def _refuse_state_of_losses(
     outputs = model.compute_output_spec(inputs) if outputs is None else outputs
     for variable in state_of_losses(model, reader.sample(NUM_ROWS)[1], outputs):
         raise UserError(
-            f"a loss of {model.name} assigns to {variable.path}. Checkpoints, several devices and jax would lose its "
-            "value; move it to a layer of the model that calls add_loss. Or train on one device with --backend=torch "
-            "or --backend=tensorflow, and --checkpoint_every=never"
+            f"a loss of {model.name} assigns to {variable.path}. The value would be lost in checkpoints, on several "
+            "devices and with --backend=jax; move the variable to a layer that calls add_loss, or train on one device "
+            "with --backend=torch or --backend=tensorflow, and --checkpoint_every=never"
         )
 
 
@@ -244,9 +245,9 @@ def _build(model: keras.Model, symbols: Any, with_targets: bool) -> None:
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise UserError(
-                f"layer {layer.name} has stateful=True. Keras loses its state after each batch with --backend=jax, "
-                "and computes no gradients through it with --backend=torch. No checkpoint saves it; remove "
-                "stateful=True"
+                f"layer {layer.name} has stateful=True. Keras loses the state after each batch with --backend=jax, "
+                "and computes no gradients through the state with --backend=torch. No checkpoint contains the state; "
+                "remove stateful=True"
             )
     if not has_call(model):  # no `call`: its layers are built already, and only its custom steps use them
         if with_targets and not model.optimizer.built:
@@ -260,6 +261,6 @@ def _build(model: keras.Model, symbols: Any, with_targets: bool) -> None:
 
 
 def bytes_of_row(symbols: Any) -> int:
-    """Returns the bytes of the outputs for one sample. `symbols` is a structure of `KerasTensor`s."""
+    """Returns the size in bytes of the outputs for one sample. `symbols` is a structure of `KerasTensor`s."""
     leaves = keras.tree.flatten(symbols)
     return sum(math.prod(size or 1 for size in leaf.shape[1:]) * bytes_of_number(leaf.dtype) for leaf in leaves)

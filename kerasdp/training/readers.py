@@ -32,7 +32,7 @@ class FitNumbers(ModelCache[int]):
     def next(self, model: keras.Model, initial_epoch: int) -> int:
         """Returns the number of a new call of `fit`, from 0.
 
-        A call that starts at a later epoch continues the previous one, and gets the same number.
+        If the call starts at a later epoch than 0, it continues the previous call, and gets the same number.
         """
         known = self.get(model)
         number = 0 if known is None else known + (initial_epoch == 0)
@@ -60,19 +60,21 @@ def make_reader(
     """Makes the reader of this process for the data of a user.
 
     Args:
-        config: configuration of the run; the function uses `seed` and `strategy`.
-        strategy: says which inputs this process reads.
+        config: configuration of the run. `make_reader` uses only `seed` and `strategy`.
+        strategy: strategy of the run. Its `split` says which rows this process reads.
         devices: devices of the run.
-        x: as in `kerasdp.Runner.fit`; also `y`, `sample_weight`, `class_weight` and `shuffle`.
+        x: data of the user. See `kerasdp.Runner.fit` for `x`, `y`, `sample_weight`, `class_weight` and `shuffle`.
         batch_size: size of the global batch.
-        steps: batches of an epoch; None: one pass over the data.
-        training: whether an epoch with more batches than the data continues with the next pass.
-        fitting: whether the data is read in many epochs, so that it may be cached on the devices.
-        fit_number: number of earlier trainings of the model from epoch 0. Each training has a different order.
-        known_streams: stores iterators that can be read only once, for the next call.
+        steps: number of batches of an epoch; None: one pass over the data.
+        training: whether the data is training data. If an epoch has more batches than the training data, the epoch
+            continues with the next pass over the data.
+        fitting: whether the data is read in many epochs, so that the devices may cache it.
+        fit_number: number of earlier calls of `fit` that trained the model from epoch 0. Each `fit` has a different
+            order.
+        known_streams: streams of iterators that can be read only once, for the next call.
 
     Raises:
-        UserError: if the data cannot be split over the devices, or targets or weights are given twice.
+        UserError: if the data cannot be split over the devices, or if targets or weights are passed twice.
     """
     split = dataclasses.replace(strategy.split, micro_batch_rows=None)
     seed = seed_of_fit(config.seed, fit_number)
@@ -103,16 +105,16 @@ def make_reader(
 
 
 def _is_copied_at_once(source: Any, batch_size: int, devices: Devices) -> bool:
-    """Returns whether reading a batch ahead in a thread costs more than it saves.
+    """Returns whether reading a batch in advance in a thread takes more time than it saves.
 
-    Always False on GPUs and TPUs, where copies run in a separate stream.
+    Returns False on GPUs and TPUs, where copies run in a separate stream.
     """
     is_small = type(source) is ArraySource and source.num_bytes * batch_size <= _FEW_BYTES * source.num_samples
     return is_small and not devices.is_accelerator
 
 
 def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float] | None) -> Any:
-    """Returns samples that can be read by index; None if `x` yields batches."""
+    """Returns the data as a source that reads samples by index; None if `x` yields batches."""
     if _is_source(x):
         if any(part is not None for part in (y, sample_weight, class_weight)):
             raise UserError(f"x ({type(x).__name__}) contains targets and weights; remove y and the weights")
@@ -129,7 +131,7 @@ def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float
 def first_of(reader: Reader) -> Batch:
     """Returns the first batch of a reader.
 
-    Data that uses `keras.random` draws the same values on every backend, as in a feed.
+    If the data uses `keras.random`, the random values are the same on every backend, as in a feed.
     """
     with portable_draws(DATA):
         batch = reader.first()
@@ -141,16 +143,16 @@ def first_of(reader: Reader) -> Batch:
 
 @contextlib.contextmanager
 def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
-    """Yields a feed of the reader's batches, from the position in `state`, and closes the feed at the end."""
+    """Yields a feed of the reader's batches, from the position in `state`. Closes the feed after the block."""
     feed = Feed(reader, strategy.shard_batch, state, lambda: portable_draws(DATA))
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
 
 
 def _capped(steps: int | None, there: int | None) -> int | None:
-    """Returns the batches of an epoch, limited by `keras.config.max_steps_per_epoch`.
+    """Returns the number of batches of an epoch, at most `keras.config.max_steps_per_epoch()`.
 
-    None: all batches of the data.
+    None means all batches of the data.
     """
     most = keras.config.max_steps_per_epoch()
     return steps if most is None or (steps or there or most) < most else most
@@ -163,6 +165,6 @@ def _is_source(x: Any) -> bool:
 
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
-    """Returns whether each device caches the inputs of a source. A step then takes its rows from this cache."""
+    """Returns whether each device caches the inputs of a source, so that steps take rows from the cache."""
     may_stay = devices.is_accelerator and config.strategy == "data"
     return may_stay and isinstance(source, ArraySource) and source.num_bytes <= MOST_ON_DEVICE

@@ -51,7 +51,7 @@ class Runner:
     Attributes:
         config: the `kerasdp.Config` of the run.
         devices: the devices of the run.
-        strategy: how the devices share the work (`kerasdp.contract.Strategy`).
+        strategy: object that defines how the devices share the work (`kerasdp.contract.Strategy`).
         state: the epoch and the step of the training.
 
     Example:
@@ -98,14 +98,15 @@ class Runner:
 
     @property
     def is_chief(self) -> bool:
-        """Returns whether this process is the one that prints and writes files."""
+        """Returns whether this is the process that prints and writes files."""
         return self.strategy.processes.rank == 0
 
     @contextlib.contextmanager
     def _training_function(self) -> Iterator[None]:
         """Returns the context in which `train` runs.
 
-        In this context new models belong to the run, and `model.fit` calls this runner's `fit`.
+        In this context, new models get initial weights from the seed of the run, and `model.fit` calls this runner's
+        `fit`.
         """
         hook_layers()
         with (
@@ -123,10 +124,11 @@ class Runner:
                     self._loop.generator.close()
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which initial weights depend on nothing that was built before.
+        """Returns a context in which initial weights do not depend on the models built before.
 
-        Two models that are built the same way, each in its own scope, start with equal weights. Outside of a scope,
-        initial weights also come from the seed of the run, but depend on what `train` has built before.
+        Initial weights come from the seed of the run. Two models that are built the same way, each in a separate scope,
+        start with equal weights. Outside of a scope, initial weights also depend on the variables that `train` has made
+        before.
 
         Returns:
             A context manager.
@@ -152,7 +154,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _continued_scope(self) -> Iterator[None]:
-        """Returns a context in which new variables get portable initial values.
+        """Returns a context in which new variables get the same initial values on every backend.
 
         The values depend on the seed of the run and on the number of variables made before.
         """
@@ -186,10 +188,10 @@ class Runner:
         to the subfolder `fit-2`.
 
         Args that mean more than in Keras:
-            x: may also be a `kerasdp.ArraySource` or a `kerasdp.RecordSource`. If it yields batches (tf.data, a
-                DataLoader, a generator), one process reads them, and each device gets a shard of each batch.
-            batch_size: samples of the global batch, over all devices. None: `config.batch_size`.
-            verbose: `"auto"`: `config.verbose`.
+            x: may also be a `kerasdp.ArraySource` or a `kerasdp.RecordSource`. If `x` yields batches (tf.data,
+                a DataLoader, a generator), one process reads the batches, and each device gets a shard of each batch.
+            batch_size: number of samples of the global batch, over all devices. None: `config.batch_size`.
+            verbose: `"auto"` means `config.verbose`.
 
         Returns:
             A `keras.callbacks.History`.
@@ -218,7 +220,7 @@ class Runner:
         """
         batch_size = batch_size or self.config.batch_size
         if self._model_steps.num_running:
-            raise UserError("fit was called within fit, by a callback; train the second model after the first one")
+            raise UserError("fit was called within fit, by a callback; call the second fit after the first fit")
         epochs = min(epochs, keras.config.max_epochs() or epochs)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
@@ -263,7 +265,10 @@ class Runner:
         epochs: int,
         verbose: str | int,
     ) -> RunCallbacks:
-        """Resets state and strategy for a new `fit`, and makes its callbacks, which may resume an earlier run."""
+        """Resets the state and the strategy for a new `fit`. Returns the callbacks of this `fit`.
+
+        In a resumed run, the callbacks restore the checkpoint.
+        """
         self.state.begin_fit(
             batch_size=num_rows,
             num_batches=reader.num_batches,
@@ -305,15 +310,16 @@ class Runner:
     ) -> Any:
         """Evaluates a model on all devices. The arguments are the same as in `keras.Model.evaluate`.
 
-        Each sample counts exactly once, also if the batches do not divide by the number of devices. `model.evaluate`
-        within `train` calls this method.
+        Each sample counts exactly once, even if the number of samples is not divisible by the number of devices.
+        `model.evaluate` within `train` calls this method.
 
         Args that mean more than in Keras:
             x: as in `fit`.
-            batch_size: samples of the global batch, over all devices. None: `config.batch_size`.
+            batch_size: number of samples of the global batch, over all devices. None: `config.batch_size`.
 
         Returns:
-            The loss, or a list of the loss and the metrics; a dictionary by name if `return_dict` is True.
+            The loss, or a list of the loss and the metrics. If `return_dict` is True: a dictionary of these values by
+            name.
 
         Raises:
             UserError: if the data cannot be split over the devices.
@@ -356,10 +362,10 @@ class Runner:
 
         Args that mean more than in Keras:
             x: as in `fit`.
-            batch_size: samples of the global batch, over all devices. None: `config.batch_size`.
+            batch_size: number of samples of the global batch, over all devices. None: `config.batch_size`.
 
         Returns:
-            The outputs of all samples as NumPy arrays, in the order of `x`. Each process gets all of them.
+            The outputs of all samples as NumPy arrays, in the order of `x`. Each process gets all outputs.
 
         Raises:
             UserError: if the data cannot be split over the devices.
@@ -393,7 +399,7 @@ class Runner:
         callbacks: list[keras.callbacks.Callback] | None,
         verbose: str | int,
     ) -> Iterator[tuple[Loop, Feed, keras.callbacks.CallbackList]]:
-        """Prepares a step of the model. Yields a loop, a feed of the reader's batches, and the callbacks."""
+        """Prepares the model for a step. Yields a loop, a feed of the reader's batches, and the callbacks."""
         evaluated = Evaluated(reader.num_batches, self._prepare(model, reader, step))
         verbose = verbose if self.is_chief else 0
         if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -410,24 +416,26 @@ class Runner:
             self.strategy.gather_variables(model)
 
     def step(self, function: Callable[..., Any] | None = None, *, returns: Any = "mean") -> Any:
-        """Turns a function into a step that runs on all devices, for a custom training loop. Can be a decorator.
+        """Turns a function into a step that runs on all devices, for a custom training loop.
 
-        JAX and TensorFlow compile the step. PyTorch compiles it as `config.compile` says.
+        `step` can be used as a decorator. JAX and TensorFlow always compile the step. With PyTorch, `config.compile`
+        says whether the step is compiled.
 
         Args:
-            function: takes a batch: `(x, y)`, `(x, y, sample_weight)`, `x` alone, or another structure of arrays. It
-                may also take no argument. It may use Keras models, optimizers, metrics, variables and
-                `kerasdp.value_and_grad`. None: `step` returns a decorator.
-            returns: how the values that the function returns are combined over the devices. `"mean"`: the mean over the
-                rows of the batch. `"sum"`: the sum over the devices, as for a number of rows. `"rows"`: concatenated,
-                in the order of the batch. `"same"`: the value is the same on all devices. It may also be a structure of
-                these words, if the function returns a structure. The result of a metric counts all rows in any case.
+            function: function of a batch. The batch is `(x, y)`, `(x, y, sample_weight)`, only `x`, or another
+                structure of arrays. The function may also have no argument. It may use Keras models, optimizers,
+                metrics, variables and `kerasdp.value_and_grad`. None: `step` returns a decorator.
+            returns: how the results of the function are combined over the devices. `"mean"`: the mean over the rows of
+                the batch. `"sum"`: the sum over the devices, for example of a number of rows. `"rows"`: concatenated,
+                in the order of the batch. `"same"`: the value is the same on all devices. If the function returns a
+                structure, `returns` may be a structure of these strings. The result of a metric always includes all
+                rows.
 
         Returns:
-            A function. It takes a batch of `batches`, or arrays; then each process must give the whole batch.
+            A function. It takes a batch from `batches`, or arrays. With arrays, each process must pass the whole batch.
 
         Raises:
-            UserError: on the first call, if the step on several devices would differ from the step on one device.
+            UserError: on the first call, if the step would compute different results on several devices than on one.
 
         Example:
             ```python
@@ -466,13 +474,14 @@ class Runner:
     ) -> Iterator[LoopBatch]:
         """Yields the global batches of some epochs in the order of `fit`, as input for functions that `step` makes.
 
-        The arguments are the same as in `fit`. If you call `checkpoint` before the loop, the run saves
-        checkpoints of the objects passed to it. A resumed run begins with the batch after the last saved step. A loop
-        within another loop (a validation, a second data set) is neither saved nor recorded.
+        The arguments are the same as in `fit`. If you call `checkpoint` before the loop, the run saves the objects
+        passed to `checkpoint`. A resumed run begins with the batch after the last saved step. A loop within another
+        loop (for validation, for example) is neither saved nor recorded.
 
         Yields:
-            Batches for functions that `step` makes. `epoch` and `number` (in the epoch) count from 0. `is_last` says
-            whether this is the last batch of the epoch; None if not known.
+            Batches for functions that `step` makes. The attributes `epoch` and `number` are the indices of the epoch
+            and of the batch in the epoch, from 0. `is_last` says whether this is the last batch of the epoch; None if
+            not known.
 
         Raises:
             UserError: if the data cannot be split over the devices.
@@ -506,7 +515,7 @@ class Runner:
         return loop.generator
 
     def _batches_of(self, loop: CustomLoop) -> Generator[LoopBatch, None, None]:
-        """Yields the batches of a loop. The loop begins when its first batch is requested."""
+        """Yields the batches of a loop. The loop begins when the user requests its first batch."""
         if self._loop is not None and self._saved_parts is not None:  # an error ended it, for example
             self._loop.generator.close()
         with contextlib.ExitStack() as stack:
@@ -518,7 +527,7 @@ class Runner:
             yield from loop.batches(feed)
 
     def _begin_loop(self, loop: CustomLoop, stack: contextlib.ExitStack) -> None:
-        """Starts a custom loop that is recorded, and saved if `checkpoint` was called.
+        """Starts a custom loop. Records and saves the loop if `checkpoint` was called before.
 
         `stack` contains the contexts that end the loop.
         """
@@ -542,8 +551,8 @@ class Runner:
     def steps(self, number: int) -> Iterator[int]:
         """Yields step numbers for a loop whose data comes from another source, such as an environment.
 
-        `log` and `checkpoint` work as with `batches`. The files of the run count `config.batch_size` samples a step.
-        The state of the data source is not saved.
+        `log` and `checkpoint` work as with `batches`. The files of the run count `config.batch_size` samples for
+        each step. The state of the data source is not saved.
 
         Args:
             number: number of steps.
@@ -578,7 +587,8 @@ class Runner:
         trackers.
 
         Args:
-            logs: scalars by name; they may be tensors that the device still computes. The run draws a curve of `loss`.
+            logs: scalars by name. They may be tensors that the device has not computed yet. The run draws a curve of
+                `loss`.
 
         Raises:
             UserError: outside of a loop over `batches` or `steps`.
@@ -602,25 +612,25 @@ class Runner:
             ```
         """
         if self._loop is None:
-            raise UserError("log was called outside of a loop over runner.batches; move the call into the loop")
+            raise UserError("runner.log was called outside of a loop over runner.batches; move the call into the loop")
         self._loop.logs = dict(logs)
 
     def checkpoint(self, *, models: Any, optimizers: Any, metrics: Any = None, variables: Any = None) -> None:
-        """Sets the objects that the next loop over `batches` or `steps` saves. Call it before the loop.
+        """Sets the objects that the next loop over `batches` or `steps` saves. Call this method before the loop.
 
         The run can resume on any backend and number of devices, as with `fit`. The loop also writes the files of a run,
         shows its progress and calls its trackers; see `log`.
 
         Args:
-            models: a Keras model or layer, a list of them, or a dictionary by name. They must be built. The other
-                arguments have the same forms.
-            optimizers: at least one optimizer. Call `optimizer.build(variables)` before.
-            metrics: metrics that keep their values for more than one step.
+            models: a Keras model or layer, or a list or dictionary of models and layers. All must be built. The other
+                arguments may be lists or dictionaries, too.
+            optimizers: at least one optimizer. Call `optimizer.build(variables)` before `checkpoint`.
+            metrics: metrics that add up values over more than one step.
             variables: each `keras.Variable` or `keras.random.SeedGenerator` that the other arguments do not contain.
 
         Raises:
-            UserError: if an object is not built or cannot be saved. A step of the loop raises it later if the step uses
-                a variable that would not be saved.
+            UserError: if an object is not built or cannot be saved. A step of the loop raises the error later, if the
+                step uses a variable that would not be saved.
 
         Example:
             ```python
@@ -644,7 +654,7 @@ class Runner:
         self._saved_parts = SavedParts(models=models, optimizers=optimizers, metrics=metrics, variables=variables)
 
     def check_replicas(self, model: keras.Model) -> None:
-        """Checks that all replicas of a model hold bit-equal weights. `fit` does so at its end.
+        """Checks that all replicas of a model hold bit-equal weights. `fit` calls this method at its end.
 
         Args:
             model: a model that the run trains.
@@ -675,7 +685,7 @@ class Runner:
         return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
 
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
-        """Prepares a step of the model for the reader's first batch. Returns the number of rows of this batch."""
+        """Prepares the model for a step on the reader's first batch. Returns the number of rows of this batch."""
         self._made_before.refuse(model)
         batch = first_of(reader)
         with watchdog.current.compiling():

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not instal
 def test_jax_sees_only_the_gpus_of_the_run():
     seen = result_of(run(PROGRAMS / "jax_devices.py", "limit", backend="jax"))
     # This jax has no CUDA.
-    assert seen.pop("devices").startswith("UserError: NVIDIA's driver has 4 GPUs, and jax sees none: pip install")
+    assert seen.pop("devices").startswith("UserError: NVIDIA's driver has 4 GPUs, but jax sees none; run pip install")
     assert seen == {
         "1": "0", "2": "0,1", "4": "all", "5": "all", "None": "all",
         "chosen": "2,3",
@@ -31,7 +31,8 @@ def test_jax_sees_only_the_gpus_of_the_run():
 def test_gpus_that_an_earlier_run_left_out_need_a_new_process(tmp_path):
     seen = result_of(run(PROGRAMS / "jax_devices.py", "kept_for_the_cpu", LD_LIBRARY_PATH=make_driver(tmp_path, 4)))
     assert seen == [
-        "1 virtual CPU device (as asked)", "AlreadyStartedError: JAX has already started with 0 of 4 GPUs",
+        "1 virtual CPU device (as asked)",
+        "AlreadyStartedError: JAX has already started with 0 of 4 GPUs; use a new process",
     ]  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def test_flags_of_a_deterministic_run_are_known_to_xla_and_set_once(given, expec
 
 @pytest.mark.proof
 def test_a_run_cannot_become_deterministic_once_jax_has_started():
-    message = f"AlreadyStartedError: JAX has already started without {DETERMINISTIC}"
+    message = f"AlreadyStartedError: JAX has already started without {DETERMINISTIC}; set XLA_FLAGS before"
     assert result_of(run(PROGRAMS / "jax_devices.py", "late", backend="jax")) == [message, ""]
 
 

@@ -33,9 +33,9 @@ def test_the_first_command_on_a_machine_with_gpus(backend, driver):
     done = train(backend, driver, "--gpus=2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(
-        f"error: NVIDIA's driver has 2 GPUs, and {backend} sees none: {CURES[backend]}"
+        f"error: NVIDIA's driver has 2 GPUs, but {backend} sees none; run {CURES[backend]}"
     )
-    assert done.stderr.strip().endswith("; --device=cpu trains on virtual CPU devices")
+    assert done.stderr.strip().endswith("; or use --device=cpu to train on virtual CPU devices")
     done = train(backend, driver, "--gpus=2", "--device=cpu")
     assert done.returncode == 0, done.stderr
     assert "2 virtual CPU devices (as asked)" in done.stdout
@@ -57,7 +57,7 @@ def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # by NVML, which knows them all the same
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(hardware, "num_gpus", lambda: 2)
-    with pytest.raises(UserError, match="has 2 GPUs, and torch sees none: .*, or update the driver"):
+    with pytest.raises(UserError, match="has 2 GPUs, but torch sees none; run .*, or update the driver"):
         make_devices(Config(backend="torch"))
 
 
@@ -78,7 +78,7 @@ def test_torch_says_that_it_leaves_the_gpu_of_a_mac_alone(monkeypatch):
 
 def test_what_is_unseen(monkeypatch):
     monkeypatch.setattr(hardware, "num_gpus", lambda: 1)
-    with pytest.raises(UserError, match="driver has 1 GPU, and jax sees none: pip install 'kerasdp.jax-cuda.'"):
+    with pytest.raises(UserError, match="driver has 1 GPU, but jax sees none; run pip install 'kerasdp.jax-cuda.'"):
         choose_devices(Config(backend="jax"), 0)
     assert choose_devices(Config(backend="jax", device="cpu"), 0).kind == "cpu"
     monkeypatch.setattr(hardware, "num_gpus", lambda: 0)

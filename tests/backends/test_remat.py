@@ -120,8 +120,8 @@ def fitted(runner, kind):
 @pytest.mark.parametrize(
     ("remat", "words"),
     [
-        ("blocks", "has no layer that contains layers with weights; name layers by a pattern, as --remat='dense"),
-        ("dense*, conv*", "has no layer of that name or path: 'conv*'. It has dense"),
+        ("blocks", "has no layer that contains layers with weights; name layers by a pattern, such as --remat='dense"),
+        ("dense*, conv*", "has no layer with the name or path 'conv*'. It has dense"),
     ],
 )
 def test_what_no_layer_is(remat, words):

@@ -90,8 +90,8 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
 
 # By case, of which each is a model that cannot train in parts on torch.
 REFUSALS = {
-    "muon": "Muon may need the whole of each weight",
-    "own optimizer": "SignSGD may need the whole of each weight",
+    "muon": "Muon may need whole weights",
+    "own optimizer": "SignSGD may need whole weights",
     "reading": "is sharded over the devices between two steps",
     "own": "expected the steps of Keras' fit, evaluate and predict",
 }

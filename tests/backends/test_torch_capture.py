@@ -72,9 +72,9 @@ def captured(model, x=X):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Foreign, "assigns to 1 variables that are not the model's"),
+        (Foreign, "changes 1 variables that do not belong to the model"),
         (lambda: keras.layers.TorchModuleWrapper(torch.nn.Identity()), "wraps a torch.nn.Module"),
-        (lambda: Normed(4), "a layer assigns to the trained weight .*kernel in its call"),
+        (lambda: Normed(4), "a layer assigns to the trainable weight .*kernel in its call"),
     ],
     ids=["foreign", "wrapped", "normed"],
 )

@@ -136,5 +136,5 @@ def test_what_callbacks_lose_is_named_once(make, capsys):
         step(checkpointer)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "warning: checkpoints do not hold Own.by_step, Own.function, which changed: callback attributes"
+        "warning: checkpoints do not contain Own.by_step, Own.function, which changed during training; store the"
     )

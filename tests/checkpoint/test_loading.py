@@ -64,7 +64,7 @@ def test_a_file_of_keras(ending, tmp_path):
     else:
         with pytest.raises(UserError, match="has only weights; build the model, and pass it"):
             kerasdp.load_model(path)
-    with pytest.raises(UserError, match="load_model: the model of .* cannot be loaded .*; pass the model that was"):
+    with pytest.raises(UserError, match="load_model: the model in .* cannot be loaded .*; pass the model that was"):
         kerasdp.load_model(path, build_model("convnet", (28, 28, 1), 10))
 
 
@@ -72,7 +72,7 @@ def test_a_model_that_is_no_graph_is_given(tmp_path):
     model, other = Subclassed(10), Subclassed(10)
     model(IMAGES)
     path = saved(model, tmp_path)
-    with pytest.raises(UserError, match="has weights, but no layers; build the model, and pass it"):
+    with pytest.raises(UserError, match="contains weights, but no layers; build the model, and pass it"):
         kerasdp.load_model(path)
     with pytest.raises(UserError, match="expected a built model; call subclassed"):
         kerasdp.load_model(path, other)
@@ -104,7 +104,7 @@ def test_files_that_hold_no_model(tmp_path):
     for name, words in [
         ("nowhere", "load_model: there is no file or folder"),
         ("nowhere.keras", "load_model: there is no file or folder"),
-        ("text.keras", "load_model: the model of .*text.keras cannot be loaded"),
+        ("text.keras", "load_model: the model in .*text.keras cannot be loaded"),
         ("text.safetensors", "load_model: .* is corrupt or truncated"),
         ("text.txt", "load_model: .*Not a directory"),
         ("empty", "load_model: there are no checkpoints in .*empty"),

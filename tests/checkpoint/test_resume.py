@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_starts_again(undisturbed, tmp_path):
     choices = {"trouble": "kill", "at_step": STOP, "max_restarts": 1, "checkpoint_every": "5"}
     done = train_resumable(tmp_path / "run", BACKENDS[0], **choices)
     expected, losses, rows, _ = undisturbed(BACKENDS[0])
-    said = "was ended by SIGKILL: is the system short of memory?\nrestart 1 of 1, from the last checkpoint"
+    said = "was ended by SIGKILL; check whether the system has enough memory\nrestart 1 of 1, from the last checkpoint"
     assert said in done.stderr
     result = result_of(done)
     assert result["weights"] == expected["weights"]

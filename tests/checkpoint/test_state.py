@@ -130,7 +130,7 @@ def test_the_same_run_is_the_same():
     ],
 )
 def test_another_run_is_named(other, name):
-    with pytest.raises(UserError, match=f"differs from the one in the workdir in {name}: expected"):
+    with pytest.raises(UserError, match=f"differs from the run in the workdir in {name}: expected"):
         state.check_identity(identity(), other())
 
 

@@ -85,7 +85,7 @@ def test_a_place_that_is_new_or_of_an_earlier_run(place):
 @pytest.mark.parametrize(
     ("url", "missing", "words"),
     [
-        ("s3://bucket/run", "fsspec", "needs fsspec and the package of its protocol: pip install 'kerasdp[fsspec]'"),
+        ("s3://bucket/run", "fsspec", "install fsspec and the package of its protocol: pip install 'kerasdp[fsspec]'"),
         ("s3://bucket/run", "s3fs", "cannot use 's3://bucket/run' (ImportError: Install s3fs"),
         ("nowhere://bucket/run", None, "cannot use 'nowhere://bucket/run' (ValueError: Protocol not known: nowhere"),
         ("ftp://127.0.0.1:1/run", None, "cannot use 'ftp://127.0.0.1:1/run' (ConnectionRefusedError: "),

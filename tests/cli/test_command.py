@@ -39,7 +39,7 @@ def test_help_names_all_sub_commands(capsys):
     ("words", "line"),
     [
         (["trian"], "there is no sub-command 'trian'; did you mean kerasdp train?"),
-        (["--gpus=2"], "there is no sub-command '--gpus=2'; kerasdp list shows all"),
+        (["--gpus=2"], "there is no sub-command '--gpus=2'; kerasdp list shows all sub-commands"),
         (["copy"], "expected kerasdp copy NAME [FOLDER]. Received: ''"),
         (["copy", "train", "--force"], "expected kerasdp copy NAME [FOLDER]. Received: 'train --force'"),
         (["copy", "nosuch"], "Received: 'nosuch'"),

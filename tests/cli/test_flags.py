@@ -33,7 +33,7 @@ def test_help_lists_all_flags():
         ("--model=resnet50", 1, "Unknown command line flag 'model'"),
         ("--gpus=zero", 1, "flag --gpus=zero: invalid literal"),
         ("--precision=float31", 2, "error: --precision: expected one of auto, float32"),
-        ("--gpus=32", 2, "error: --batch_size counts the samples of all devices together: expected at least 32"),
+        ("--gpus=32", 2, "error: --batch_size: expected at least 32 samples for 32 devices"),
     ],
 )
 def test_a_wrong_flag_is_refused(flag, code, words, tmp_path):

@@ -22,10 +22,10 @@ PIPELINE = {"strategy": "pipeline"}
     [
         ({"backend": "theano"}, "--backend: expected one of torch, jax, tensorflow. Received: 'theano'"),
         ({"num_devices": 0}, "--gpus: expected a whole number of at least 1. Received: 0"),
-        ({"batch_size": 3, "num_devices": 4}, "expected at least 4 for 4 devices. Received: 3"),
+        ({"batch_size": 3, "num_devices": 4}, "expected at least 4 samples for 4 devices. Received: 3"),
         ({"seed": 2**32}, "--seed"),
         ({"verbose": False}, "--verbose: expected one of 0, 1, 2. Received: False"),
-        ({"strategy": "tensor", "split_size": 2}, "have an effect only with --strategy=pipeline"),
+        ({"strategy": "tensor", "split_size": 2}, "--cut_at and --split_size need --strategy=pipeline"),
         ({"tracker": "tensorboard"}, "add --workdir=FOLDER"),
         (
             {"tracker": "comet", "workdir": "w"},
@@ -35,22 +35,22 @@ PIPELINE = {"strategy": "pipeline"}
         (
             {"accumulate": 9, "batch_size": 15, "num_devices": 2},
             "--accumulate: the 8 samples of a device cannot be split into 9 micro-batches of equal size "
-            "(only the last may be smaller); use 8",
+            "(only the last may be smaller); use --accumulate=8",
         ),
         (
             {"accumulate": 32, "batch_size": 61, "num_devices": 1},
             "--accumulate: the 61 samples of a device cannot be split into 32 micro-batches of equal size "
-            "(only the last may be smaller); use 31",
+            "(only the last may be smaller); use --accumulate=31",
         ),
         (
             {"accumulate": 2, "strategy": "pipeline"},
             "--accumulate: works with --strategy=data only. Received: pipeline; use --split_size",
         ),
-        ({"accumulate": 2, "strategy": "tensor"}, "Received: tensor; leave one of them out"),
+        ({"accumulate": 2, "strategy": "tensor"}, "Received: tensor; leave out --accumulate"),
         (PIPELINE | {"split_size": 0}, "--split_size: expected a whole number of at least 1. Received: 0"),
         (PIPELINE | {"split_size": "4"}, "--split_size: expected a whole number of at least 1. Received: '4'"),
         (PIPELINE | {"backend": "jax"}, "Received: jax; use --backend=torch, or --backend=jax with --shard=weights"),
-        (PIPELINE | {"num_devices": 4, "cut_at": "a"}, "--gpus: expected 2, one device per stage. Received: 4"),
+        (PIPELINE | {"num_devices": 4, "cut_at": "a"}, "--gpus: expected 2, one device per stage of --cut_at"),
         ({"batch_size": True}, "--batch_size: expected a whole number of at least 1. Received: True"),
         ({"cut_at": ["a", "b"]}, "--cut_at: expected names of layers in one string, comma-separated. Received: ['a', "),
         ({"workdir": 3}, "--workdir: expected a folder. Received: 3"),

@@ -180,5 +180,5 @@ def test_weights_of_classes():
     np.testing.assert_array_equal(weights_of_classes(np.array([0, 1, 2]), weights), [2, 3, 1])
     np.testing.assert_array_equal(weights_of_classes(np.eye(2), {0: 2.0, 1: 3.0}), [2, 3])
     for targets, label in ((np.eye(3), 3), (np.arange(3), -1), (np.arange(3), 0.5), (np.arange(3), "0")):
-        with pytest.raises(UserError, match="class_weight: expected class numbers of y, from 0"):
+        with pytest.raises(UserError, match="class_weight: expected class indices of y as keys, from 0"):
             weights_of_classes(targets, {label: 1.0})

@@ -54,9 +54,9 @@ def test_each_record_of_a_batch_is_read_once(records, weight):
 @pytest.mark.parametrize(
     "records, message",
     [
-        (iter([]), "a list_iterator without __len__ and __getitem__"),
+        (iter([]), "a list_iterator without __len__ or __getitem__"),
         ([], "an empty list"),
-        ([(np.zeros(2), 0), (np.zeros(3), 1)], "input arrays must have the same shape; crop or pad them in `decode`"),
+        ([(np.zeros(2), 0), (np.zeros(3), 1)], "input arrays must have the same shape; crop or pad in `decode`"),
     ],
 )
 def test_what_cannot_be_samples(records, message):

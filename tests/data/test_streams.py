@@ -95,7 +95,7 @@ def test_each_epoch_opens_what_can_be_iterated_again_once():
     rest.reader.resume_at(2, 3, reader.saved_state(2, 3))
     rest.run_state.begin_epoch(2)
     assert firsts(rest) == found[2][3:]
-    assert warned == ["--resume: 3 batches of the Again were read again and dropped"]
+    assert warned == ["--resume: 3 batches of the Again were read again and skipped"]
 
 
 def test_resuming_with_other_batches_is_said():
@@ -150,5 +150,5 @@ def test_weights_of_classes():
                 lambda batch: batch.sample_weight.tolist())  # fmt: skip
     assert list(feed) == [[0.5, 2, 2]]
     weighted = reader_of(iter([(X[:3], Y[:3], np.ones(3))]), class_weight={0: 0.5})
-    with pytest.raises(UserError, match="class_weight, or sample weights in x"):
+    with pytest.raises(UserError, match="class_weight or sample weights in x"):
         weighted.first()

@@ -105,7 +105,7 @@ def masked():
     ("make", "choices", "words"),
     [
         (shared, {"cut_at": ["between"]}, "cannot be cut after between: layer twice has weights and is used on both"),
-        (shared, {"num_stages": 3}, "--gpus: expected from 1 to 2, the most stages that this model has"),
+        (shared, {"num_stages": 3}, "--gpus: expected from 1 to 2, the largest number of stages of this model"),
         (tied, {"cut_at": ["middle"]}, "layers table and head share weights, and are on different sides"),
         (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross the cut"),
         (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their calls"),
@@ -152,5 +152,5 @@ def test_a_model_within_is_one_layer():
         stages = pipeline.split(model, cut_at=names[place - 1 : place])
         assert [stage.layers for stage in stages] == [names[:place], names[place:]]
         assert_cut_is_right(model, stages, x)
-    with pytest.raises(UserError, match=r"from 1 to 4, the most .* \(a nested model is one layer\)"):
+    with pytest.raises(UserError, match=r"from 1 to 4, the largest .* \(a nested model is one layer\)"):
         pipeline.split(model, 5)

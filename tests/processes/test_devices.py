@@ -88,9 +88,9 @@ def test_choice_of_devices(choices, there, expected):
 @pytest.mark.parametrize(
     ("choices", "num_gpus", "words"),
     [
-        ({"num_devices": 4}, 2, "--gpus: there are 2. Received: 4"),
+        ({"num_devices": 4}, 2, "--gpus: this process can use 2 GPUs. Received: 4"),
         ({"num_devices": 1, "device": "gpu"}, 0, "sees no GPU"),
-        ({"batch_size": 4}, 8, "expected at least 8 for 8 devices. Received: 4"),
+        ({"batch_size": 4}, 8, "expected at least 8 samples for 8 devices. Received: 4"),
         (
             {"accumulate": 9, "batch_size": 16},
             2,

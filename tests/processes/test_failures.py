@@ -41,7 +41,7 @@ def test_ctrl_c_while_threads_are_started_ends_the_program():
 
 OTHER = "error: the ranks do different things: "
 # Of ranks whose exchanges are of different kinds the first that sees it says where it is.
-ELSEWHERE = OTHER + r"rank \d waits at .*, and another rank waits in a different call: all ranks take part in fit, "
+ELSEWHERE = OTHER + r"rank \d waits at .*, and another rank waits in a different call: call fit, evaluate and predict "
 SAME = r"error: fit \(alone.py:\d+\): expected the same "
 OTHER_X = SAME + "x on all ranks."
 # What one rank does alone: the exit code, and what is said.
@@ -51,14 +51,14 @@ ALONE = {
     "returns_early": (2, OTHER + r"rank 0 calls fit .*, rank 1 has ended the training function"),
     "swallows": (2, ELSEWHERE),
     "swallows_and_sleeps": (1, r"rank 0 is at .*, in fit, rank 1 is at .*alone.py:\d+, in swallows_and_sleeps: "),
-    "builds_another_model": (2, SAME + "model on all ranks. Received: a Sequential of 15 numbers, 2 weights trained"),
-    "has_less_data": (2, OTHER_X + r" Received: float32 \(64, 4\) on rank 0, float32 \(56, 4\) on rank 1; each"),
-    "has_other_values": (2, OTHER_X + " .* with some values on rank 0, other values on rank 1; .*seed random code"),
+    "builds_another_model": (2, SAME + "model on all ranks. Received: a Sequential of 15 parameters, 2 trainable"),
+    "has_less_data": (2, OTHER_X + r" Received: float32 \(64, 4\) on rank 0, float32 \(56, 4\) on rank 1; pass"),
+    "has_other_values": (2, OTHER_X + " .* on rank 0, other values in the same shape on rank 1; .*seed random code"),
     "validates": (2, SAME + r"validation_data on all ranks. Received: nothing on rank 0"),
     "exits": (1, r"rank 1 ended by itself, without an error"),
     "calls_sys_exit": (2, ELSEWHERE),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
-    "launches": (2, r"error: launch: the function of another launch runs in this process"),
+    "launches": (2, r"error: launch: another call of launch is still running in this process"),
     "sleeps": (1, r"rank 0 is at .*alone.py:\d+, in fit, rank 1 is at .*alone.py:\d+, in .*: no progress for "),
 }
 # With the default: nothing of it has to be waited for; but what hangs needs a limit.

@@ -84,5 +84,5 @@ def test_what_no_device_has_said_stays_as_it_is(error):
 )
 def test_a_process_that_has_gone_is_a_line(text, said):
     found = lost_process(RuntimeError(text))
-    assert str(found) == f"another process of the run has ended ({said}); its output shows the reason"
+    assert str(found) == f"another process of the run has ended ({said}); the output of that process says why"
     assert lost_process(RuntimeError("Expected all tensors to be on the same device")) is None

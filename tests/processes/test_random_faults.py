@@ -16,7 +16,7 @@ SAID = {
     "sleep": r"is at .*faults.py:\d+, in __call__.*: no progress for 5 s",
     "exit 0": r"(rank \d|the worker) ended by itself, without an error",
     "exit 3": r"(rank \d|the worker) ended with exit code 3",
-    "kill": r"(rank \d|the worker) was ended by SIGKILL: is the system short of memory\?",
+    "kill": r"(rank \d|the worker) was ended by SIGKILL; check whether the system has enough memory",
 }
 
 

@@ -59,7 +59,7 @@ def test_one_process_is_one(backend, environment):
     [
         ("torch", SRUN, "srun starts 5 processes, and each would train alone with --backend=torch: .*with torchrun"),
         ("torch", MPIRUN, "mpirun starts 4 processes, and each would train alone"),
-        ("jax", TORCHRUN, "torchrun starts 4 processes, .* --backend=jax: JAX reads its rank from SLURM"),
+        ("jax", TORCHRUN, "torchrun starts 4 processes, .* --backend=jax: start it with SLURM"),
         ("tensorflow", TORCHRUN, "--backend=tensorflow: Keras 3 cannot train on several"),
     ],
 )
@@ -97,9 +97,9 @@ def test_processes_of_jax(environment, expected, monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        (without(JAX, "JAX_PROCESS_ID"), "go together. Received: no JAX_PROCESS_ID"),
-        (without(JAX, "JAX_COORDINATOR_ADDRESS"), "go together. Received: no JAX_COORDINATOR_ADDRESS"),
-        (JAX | {"JAX_PROCESS_ID": "3"}, "JAX_PROCESS_ID: expected a number below JAX_NUM_PROCESSES=3. Received: 3"),
+        (without(JAX, "JAX_PROCESS_ID"), "expected all three. Received: no JAX_PROCESS_ID"),
+        (without(JAX, "JAX_COORDINATOR_ADDRESS"), "expected all three. Received: no JAX_COORDINATOR_ADDRESS"),
+        (JAX | {"JAX_PROCESS_ID": "3"}, "JAX_PROCESS_ID: expected 0 to 2. Received: 3"),
     ],
 )
 def test_what_is_half_set_for_jax_is_named(environment, words):

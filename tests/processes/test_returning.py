@@ -96,7 +96,7 @@ def test_classes_of_one_name_are_not_taken_for_each_other(tmp_path):
 
 def test_a_model_that_cannot_be_made_in_the_callers_process_is_saved_there(tmp_path):
     model, history = trained(MadeHereAlone)
-    with pytest.raises(UserError, match="cannot be made in this process .*made here alone") as refused:
+    with pytest.raises(UserError, match="cannot be unpickled in this process .*made here alone") as refused:
         SentResult([history, model], str(tmp_path)).received()
     (weights,) = re.findall(re.escape(str(tmp_path)) + r"[^,;]+", str(refused.value))
     other, _ = trained()

@@ -127,6 +127,6 @@ def test_other_arguments():
     assert error(given("float32 (8, 4)", 0.25), given("float32 (7, 4)", 0.25)).startswith(
         "fit (mine.py:3): expected the same x on all ranks. Received: float32 (8, 4) on rank 0, float32 (7, 4) on rank"
     )
-    assert "float32 (8, 4) with some values on rank 0, other values on rank 1; each rank selects its rows" in error(
+    assert "float32 (8, 4) on rank 0, other values in the same shape on rank 1; pass the same data on every" in error(
         given("float32 (8, 4)", 0.25), given("float32 (8, 4)", 0.26)
     )

@@ -189,7 +189,7 @@ def test_a_server_that_ends_while_it_imports_is_a_line(tmp_path):
         "    print(error)"
     )
     done = helpers.run("-c", program, PYTHONPATH=str(tmp_path), timeout=60)
-    assert "could not be started: the process that imports the framework" in done.stdout and not done.stderr
+    assert "cannot start, because the server process that imports the framework" in done.stdout and not done.stderr
 
 
 @pytest.mark.short("forked")

@@ -19,7 +19,7 @@ REASONS: dict[str, str] = {
     "layer dropout works on": "It drops along axis 1, which of its inputs, of shape (time, rows), are the rows.",
     "mixes the samples of a batch": "Its outputs compare each row with each other: a device has its own rows only.",
     "computes different values for a split batch": "What it gives for a row depends on the other rows of the batch.",
-    "assigns to the trained weight": "On jax, the gradient would go through what a call assigns to trainable weights.",
+    "assigns to the trainable weight": "On jax, the gradient would go through the values that a call assigns.",
 }
 
 

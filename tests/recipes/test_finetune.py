@@ -61,9 +61,9 @@ def test_checkpoints_hold_what_trains_alone(backend, tmp_path):
         again | {"checkpoint_weights": "all"},
     )  # fmt: skip
     assert begun["losses"] == of_all["losses"] and begun["bytes"] < of_all["bytes"] / 3
-    assert "differs from the one in the workdir in the frozen weights: expected" in other
+    assert "differs from the run in the workdir in the frozen weights: expected" in other
     for refused in (also, bare):
-        assert "differs from the one in the workdir in the weights that train" in refused
+        assert "differs from the run in the workdir in the weights that train" in refused
     assert "in checkpoint_weights: expected trained. Received: all" in kind
     with pytest.raises(UserError, match=r"has no frozen weights, because its run used .*kerasdp.export"):
         kerasdp.load_model(own["workdir"])

@@ -22,7 +22,7 @@ def test_nothing_to_gather():
 
 @pytest.mark.parametrize("wrong", [ROWS.T, np.concatenate([ROWS, ROWS]), np.float32(1)])
 def test_axis_0_is_not_the_samples(wrong):
-    words = "expected a tensor whose axis 0 is the 3 samples of this device"
+    words = "expected a tensor with one entry on axis 0 for each of the 3 samples of this device"
     with use(context()), pytest.raises(kerasdp.UserError, match=words):
         kerasdp.all_rows(wrong)
 

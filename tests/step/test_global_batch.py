@@ -281,5 +281,5 @@ def test_a_loss_declared_per_sample_that_gives_one_number():
     wrong = kerasdp.per_sample(lambda y, outputs: ops.mean(y - outputs))
     model = compiled(wrong)
     of_whole(model, ONE_HOT, OUTPUTS, None, None)
-    with pytest.raises(UserError, match="expected a value for each of the 4 samples.*per_sample.*shape \\(\\)"):
+    with pytest.raises(UserError, match="declared per_sample: .* value for each of the 4 samples.*shape \\(\\)"):
         of_replicas(model, ONE_HOT, OUTPUTS, None, None)

@@ -6,11 +6,11 @@ import pytest
 from tests.helpers import BACKENDS, results
 
 WORDS = (
-    "expected <lambda> to return a scalar, as keras.ops.mean(...). Received: shape (5, 1)",
-    "expected variables or tensors to differentiate by. Received: none; build the model first",
-    "expected floating-point numbers. Received: a tensor of int",
-    "expected variables, or a first argument of <lambda>. Received: neither",
-    "with has_aux=True, expected <lambda> to return (scalar, aux)",
+    "expected <lambda> to return a floating-point scalar. Received: shape (5, 1)",
+    "expected variables or tensors for which to compute gradients. Received: none; build the model first",
+    "expected floating-point values. Received: a tensor of int",
+    "value_and_grad of <lambda>: expected variables or an argument. Received: neither",
+    "expected <lambda> to return (scalar, aux); else leave out has_aux=True",
 )
 
 

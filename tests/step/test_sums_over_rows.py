@@ -97,7 +97,7 @@ def test_what_is_known_of_losses(name):
     if expected:
         assert np.dot(shares(model), [value(part) for part in PARTS]) == pytest.approx(value(slice(None)), rel=1e-6)
         return
-    with pytest.raises(UserError, match="needs the whole batch at once; leave it out, or, if it .*per_sample$"):
+    with pytest.raises(UserError, match="needs the whole batch at once; leave it out. If each .*per_sample$"):
         shares(model)
 
 
@@ -105,7 +105,7 @@ def test_what_is_known_of_losses(name):
     ("loss", "is_weighted", "words"),
     [
         (losses.SparseCategoricalCrossentropy(ignore_class=0), False, "the loss sparse_categorical_crossentropy of"),
-        (losses.MeanSquaredError(reduction="mean_with_sample_weight"), True, "reduced by mean_with_sample_weight"),
+        (losses.MeanSquaredError(reduction="mean_with_sample_weight"), True, "the reduction mean_with_sample_weight"),
     ],
 )
 def test_the_mean_of_what_counts_is_no_sum_over_micro_batches(loss, is_weighted, words):

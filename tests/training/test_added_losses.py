@@ -64,7 +64,7 @@ def test_what_is_computed_for_the_whole_batch_is_said_once():
 def test_micro_batches_are_refused(backend):
     """A loss of micro-batches is another one, and so is what is kept of them."""
     said = {
-        "one_sided": "layer hinge calls add_loss, which would count only one micro-batch",
+        "one_sided": "layer hinge calls add_loss, but with micro-batches the loss would cover only one micro-batch",
         "kept": "layer range assigns to range/largest in its call, but would see only one micro-batch at a time",
     }
     for count in (1, 2):

@@ -20,12 +20,12 @@ ALIKE = (
 )  # fmt: skip
 REFUSED = {
     "lora_without_compile": "lora_kernel_a of sequential",
-    "unfrozen_without_compile": "was frozen or did not exist when the optimizer was built: call model.compile again",
-    "stateful": " has stateful=True. Keras loses its state ",
+    "unfrozen_without_compile": "was frozen or did not exist when the optimizer was built; call model.compile again",
+    "stateful": " has stateful=True. Keras loses the state ",
     "train_on_batch": "model.train_on_batch would use only one device; use runner.fit or runner.evaluate",
     "own_loop": "Model overrides fit without a call of super().fit; add this call",
     "method_of_task": "expected runner.fit(model, ...). Received: model.fit of a Task",
-    "raw_texts": "Task preprocesses its data in fit; preprocess before",
+    "raw_texts": "Task preprocesses its data in fit; preprocess before fit",
     "several_optimizers": "expected one optimizer. Received: MultiOptimizer",
     "made_before_launch": "was made before kerasdp.launch: make (or load) the model, the optimizer and the metrics in",
     "optimizer_made_before_launch": "/iteration of sequential",

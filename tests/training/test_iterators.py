@@ -56,7 +56,7 @@ def test_what_has_no_end_is_read_in_steps():
     def train(runner):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        with pytest.raises(kerasdp.UserError, match="has no end; add steps_per_epoch"):
+        with pytest.raises(kerasdp.UserError, match="is infinite; add steps_per_epoch"):
             runner.fit(model, Endless(), verbose=0)
         runner.fit(model, Endless(), epochs=2, steps_per_epoch=3, verbose=0)
         return int(model.optimizer.iterations)

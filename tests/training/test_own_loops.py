@@ -112,16 +112,16 @@ def test_resumes(move, tmp_path):
     np.testing.assert_allclose([step["loss"] for step in steps], [step["loss"] for step in expected["critic"]], 1e-11)
 
 
-TRIAL = "the step {} fails on 4 samples (a trial before the first step): "
+TRIAL = "the step {} fails on 4 samples, in a trial before the first step: "
 REFUSED = {
     "makes_variable": TRIAL.format("makes_variable"),
     "makes_layer": "the step creates the variable dense",
     "numpy_inside": TRIAL.format("numpy_inside"),
     "condition": TRIAL.format("condition"),
     "other_framework": "the step other_framework ",
-    "gradient_of_integers": "expected floating-point numbers. Received: variable, of int32",
-    "masked_mean": "from all devices' rows, with kerasdp.all_rows",
-    "text": "a step: expected tensors as results. Received: 'done'",
+    "gradient_of_integers": "expected floating-point values. Received: variable, of int32",
+    "masked_mean": "use kerasdp.all_rows to compute it from the rows of all devices",
+    "text": "a step: expected tensors as results. Received: 'done'; do not return text",
     "integers": "for other results pass returns='same', 'sum' or 'rows'",
     "step_in_step": "the step lambda was called within a step; call its undecorated function instead",
     "sum_of_rows": "the step sum_of_rows computes different values for a split batch than for the whole batch",
@@ -131,11 +131,11 @@ REFUSED = {
     "nothing": "gave None",
     "order": "z 3.5 a -3.5 z 11.5 a -11.5 z 19.5 a -19.5 z 26 a -26 7 21.5",
     "log": "log was called outside of a loop over runner.batches",
-    "not_built": "is not built, so its variables are unknown; call its build before",
-    "no_optimizer": "checkpoint, optimizers: expected at least one. Received: none",
+    "not_built": "is not built, so its variables are unknown; call its build method before",
+    "no_optimizer": "checkpoint, optimizers: expected at least one optimizer. Received: none",
     "wrong_part": "checkpoint, models: expected a Layer. Received: Adam",
-    "reduction": "returns: expected some of mean, sum, rows, same. Received: 'median'",
-    "rows_of_trial": "the step lambda fails on 4 samples (a trial before the first step): ",
+    "reduction": "returns: expected one of mean, sum, rows, same. Received: 'median'",
+    "rows_of_trial": "the step lambda fails on 4 samples, in a trial before the first step: ",
     "read": "0.01 ",
     "other_arrays": "expected the same batch on all ranks",
     "parted": "first in sequential/dense/kernel: a layer, loss, callback or loop changed it on one device only",

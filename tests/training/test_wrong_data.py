@@ -6,16 +6,16 @@ import pytest
 
 from tests.helpers import PROGRAMS, result_of, run
 
-LABELS = "targets: expected whole numbers from 0 to {} as labels, one for each output of the model. Received: "
-OUTPUTS = LABELS.format(2)
-FEWER = LABELS.format(1) + "2 (sample {}); use at least 3 outputs in the last layer, or correct the labels"
+LABELS = "targets: expected whole numbers from 0 to {} as labels, because the model has {} outputs. Received: "
+OUTPUTS = LABELS.format(2, 3)
+FEWER = LABELS.format(1, 2) + "2 (sample {}); use at least 3 outputs in the last layer, or correct the labels"
 NAN = "expected finite numbers. Received: {} in sample {}; replace the value, or remove the sample"
 LENGTHS = "expected arrays with the same nonzero number of samples. Received: "
-SPLIT = "validation_split: expected a fraction that leaves some of the 24 samples on each side. Received: "
+SPLIT = "validation_split: expected at least one sample for training and one for validation. Received: the fraction "
 NUMBERS = "expected an array, or a structure of arrays. Received: list of Python numbers; use numpy.array(x)"
-TEXT = "expected numbers. Received: strings ({}), which a model can convert only with tensorflow; convert them before, "
-TEXT += "by a StringLookup or TextVectorization layer `lookup`: ds.map(lambda text, y: (lookup(text), y)) for tf.data, "
-TEXT += "lookup(text) for an array"
+TEXT = "expected numbers. Received: strings ({}), which only tensorflow models accept; convert strings first, with a "
+TEXT += "StringLookup or TextVectorization layer: lookup(text) for an array, ds.map(lambda text, y: (lookup(text), y)) "
+TEXT += "for tf.data"
 REFUSED = {
     "label too large": OUTPUTS + "3 (sample 7); use at least 4 outputs in the last layer, or correct the labels",
     "label negative": OUTPUTS + "-1 (sample 7); correct the labels, or pass ignore_class=-1 to the loss",
@@ -28,16 +28,16 @@ REFUSED = {
     "other lengths": LENGTHS + "24 in x, 23 in y",
     "empty": LENGTHS + "0 in x, 0 in y",
     "nothing": "x: expected arrays, or an object that yields batches. Received: NoneType",
-    "an empty generator": "x: expected at least one batch. Received: none from the tuple_iterator",
+    "an empty generator": "x: expected at least one batch. Received: none from the tuple_iterator; pass more data",
     "validation with a wrong label": f"validation data: {OUTPUTS}5 (sample 2); use at least 6 outputs in the last "
     "layer, or correct the labels",
-    "split too large": SPLIT + "0.99",
+    "split too large": SPLIT + "0.99 of 24 samples",
     "NaN in targets": "targets: " + NAN.format("nan", 21),
     "not compiled": "m is not compiled: call model.compile(...) first",
     "weights of another length": LENGTHS + "24 in x, 24 in y, 23 in sample_weight",
     "weights that are NaN": "sample_weight: " + NAN.format("nan", 3),
-    "weight of an unknown class": "class_weight: expected class numbers of y, from 0. Received: 7",
-    "weight of a class by name": "class_weight: expected class numbers of y, from 0. Received: '0'",
+    "weight of an unknown class": "class_weight: expected class indices of y as keys, from 0. Received: 7",
+    "weight of a class by name": "class_weight: expected class indices of y as keys, from 0. Received: '0'",
 }
 # What Keras refuses, or the backend in Keras' functions, each in its own words.
 OF_KERAS = (
@@ -145,9 +145,10 @@ def test_images_that_nothing_scales_are_named(backend):
     done = run("-c", UNSCALED, KERAS_BACKEND=backend)
     lines = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     unscaled = (
-        "warning: unscaled: the images are from 0 to 255 (uint8), and no layer scales them; start the model with "
+        "warning: unscaled: the images have values from 0 to 255, and no layer scales them; start the model with "
         "keras.layers.Rescaling(1 / 255)"
     )
     assert lines and lines[0] == unscaled, done.stderr
-    assert all(re.match(r"warning: the first loss is \d+(\.\d+)?, but random guesses have 2\.3", x) for x in lines[1:])
+    far = r"warning: the first loss is \d+(\.\d+)?, but random guesses have a loss of 2\.3"
+    assert all(re.match(far, line) for line in lines[1:])
     assert len(lines) == 3

@@ -1,4 +1,4 @@
-"""Trains one replica on each JAX device, all in one program, with `keras.distribution.DataParallel`."""
+"""Trains one replica per JAX device, all in one program, with `keras.distribution.DataParallel`."""
 
 import contextlib
 import functools
@@ -40,8 +40,8 @@ class DataParallel(Strategy):
 
     Attributes:
         devices: the devices of the run.
-        replicated: the sharding of a tensor of which each device holds a full copy.
-        by_rows: the sharding of inputs, targets and sample weights, which are split by rows.
+        replicated: the sharding of tensors that each device holds as a full copy.
+        by_rows: the sharding of tensors that are split by rows: inputs, targets and sample weights.
     """
 
     def __init__(self, devices: Devices, config: Config):
@@ -56,7 +56,7 @@ class DataParallel(Strategy):
 
     @functools.cached_property
     def _distribution(self) -> "keras.distribution.Distribution":
-        """Returns Keras' distribution of variables over the devices."""
+        """Returns the Keras distribution that places variables on the devices."""
         import keras
 
         from kerasdp.keras_compat.settings import place_variables_by
@@ -69,16 +69,19 @@ class DataParallel(Strategy):
         return [f"{device.platform}:{device.id}" for device in self.devices]
 
     def scope(self) -> AbstractContextManager[None]:
-        """Returns the context in which models are made. It distributes their variables over all devices."""
+        """Returns the context in which models are created. New variables are placed on all devices."""
         return self._distribution.scope()
 
     @functools.cached_property
     def _take_rows(self) -> Any:
-        """Returns a jitted function that takes rows of replicated arrays. Each device takes the rows of its shard."""
+        """Returns a jitted function that selects rows of arrays.
+
+        Each device holds the full arrays, and selects the rows of its shard of the batch.
+        """
         return jax.jit(lambda arrays, rows: jax.tree.map(lambda leaf: leaf[rows], arrays), out_shardings=self.by_rows)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Copies inputs, targets, sample weights and indices to the devices."""
+        """Copies the inputs, targets, sample weights and indices of a batch to the devices."""
         kept = batch.inputs.kept if isinstance(batch.inputs, CachedRows) else None
         inputs = batch.inputs if kept is None else batch.inputs.numbers
         found = DeviceBatch(inputs, batch.targets, batch.sample_weight, batch.indices.astype("int32"))
@@ -92,10 +95,10 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
-        """Returns the context of `fit`, `evaluate` and `predict`.
+        """Returns the context in which `fit`, `evaluate` and `predict` run.
 
-        It keeps Keras' `predict`, which a callback may call, from sharding its batches. It also keeps LSTMs from using
-        cuDNN where cuDNN fails: see `lstms_not_for_cudnn`.
+        If a callback calls Keras' `predict` in this context, Keras does not shard the batches. LSTM layers do not use
+        cuDNN if cuDNN fails for them. See `lstms_not_for_cudnn`.
         """
         import keras
 
@@ -108,22 +111,28 @@ class DataParallel(Strategy):
             keras.distribution.set_distribution(distribution)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes jitted train, test and predict functions. Each is one program on all devices."""
+        """Makes jitted train, test and predict functions. Each function is one program that runs on all devices."""
         context = ReplicaContext(num_replicas=self.split.num_replicas) if self.split.num_replicas > 1 else None
         return make_step_functions(model, self.layout(), context, lambda: self.split)
 
     def layout(self) -> Layout:
-        """Returns how the devices hold the variables of a model."""
+        """Returns the layout of the model's variables on the devices."""
         return Layout(self.replicated)
 
     def each_replica(self, function: Callable[[], T], is_traced: bool = True) -> list[T]:
-        """Traces a function once, for all replicas. Called eagerly, it would take a minute on a GPU."""
+        """Traces a function once, on behalf of all replicas, whether `is_traced` is True or not.
+
+        An eager call of the function would take a minute on a GPU.
+        """
         found: list[T] = []
         jax.eval_shape(lambda: found.append(function()))
         return found
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, including seeds, with a shard that differs between devices that hold it."""
+        """Returns the paths of all variables, including seeds, that differ between devices.
+
+        A variable differs if two devices hold different values of the same shard.
+        """
 
         def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
             shards = variable.value.addressable_shards
@@ -141,9 +150,9 @@ class DataParallel(Strategy):
         ]
 
     def peak_memory_bytes(self) -> int:
-        """Returns the peak memory in bytes: the highest value of this process's devices.
+        """Returns the peak memory in bytes: the maximum over the devices of this process.
 
-        If the devices do not report it, this is the value of the process.
+        If the devices do not report their memory, the result is the peak memory of the process.
         """
         own = [device for device in self.devices if device.process_index == jax.process_index()]
         statistics = [device.memory_stats() or {} for device in own]

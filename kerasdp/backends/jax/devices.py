@@ -1,4 +1,4 @@
-"""Chooses JAX devices, starts JAX in one process per machine, and copies arrays to the devices."""
+"""Chooses JAX devices, initializes JAX, and copies arrays to the devices."""
 
 import collections
 import dataclasses
@@ -31,13 +31,15 @@ _has_hidden_gpus = False
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
-    """Makes the virtual CPU devices, and chooses the devices of a run.
+    """Creates the virtual CPU devices, and chooses the devices of a run.
 
-    Counting the devices starts JAX, which fixes their number.
+    The function initializes JAX to count the devices. Afterwards the number of CPU devices is fixed.
 
     Raises:
-        AlreadyStartedError: if JAX has started in this process with too few devices, or without the other processes.
-        UserError: if JAX cannot start, or the other processes do not connect.
+        AlreadyStartedError: if JAX is already initialized in this process, with other devices or flags than the run
+            needs, or without the other processes of the run.
+        UserError: if JAX cannot be initialized, if the other processes do not connect, or if the processes have
+            different numbers of devices.
     """
     if config.deterministic:
         make_deterministic()
@@ -52,9 +54,9 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
         _choose_platforms(config)
     elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
-        raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
+        raise AlreadyStartedError(f"JAX has already started {started} of {num_devices} CPU devices; call kerasdp first")
     elif cluster and jax.process_count() == 1:
-        raise AlreadyStartedError("JAX has already started in one process")
+        raise AlreadyStartedError("JAX has already started for one process; call jax.distributed.initialize first")
     with processes.ending_soon(cluster):
         if cluster:
             processes.join(cluster, config)
@@ -66,13 +68,13 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         devices = choose_devices(config, num_found, kind, cluster)
         counts = collections.Counter(device.process_index for device in _devices_of(devices.kind))
         if len(set(counts.values())) > 1:
-            words = ", ".join(f"{counts[process]} of process {process}" for process in sorted(counts))
-            raise UserError(f"--gpus: expected the same number of devices in each process. Received: {words}")
+            words = ", ".join(f"{counts[process]} in process {process}" for process in sorted(counts))
+            raise UserError(f"--gpus: expected the same number of devices per process. Received: {words}; set --gpus")
         return devices
 
 
 def has_started() -> bool:
-    """Returns whether JAX has made its devices. After that, most of its options are fixed."""
+    """Returns whether JAX is initialized. Afterwards most options of JAX are fixed."""
     num_cpu_devices = jax.config.values["jax_num_cpu_devices"]
     try:  # JAX (0.10.2) refuses another number once it has started, and has no other public way to know
         jax.config.update("jax_num_cpu_devices", num_cpu_devices + 1)
@@ -83,18 +85,19 @@ def has_started() -> bool:
 
 
 def make_deterministic() -> None:
-    """Makes equal programs return bit-equal results on GPUs, in this process and in processes after a restart.
+    """Makes a program on GPUs return bit-equal results in each run, even if another process runs the program.
 
-    It adds flags to XLA_FLAGS, and keeps the user's flags. On CPUs and TPUs nothing changes.
+    The function adds flags to XLA_FLAGS, and keeps the flags of the user. The added flags change nothing on CPUs and
+    TPUs.
 
     Raises:
-        AlreadyStartedError: if JAX has already started without these flags. Only a new process can be deterministic.
+        AlreadyStartedError: if JAX is already initialized without these flags. Only a new process can be deterministic.
     """
     given = os.environ.get("XLA_FLAGS", "")
     names = [flag.partition("=")[0] for flag in given.split()]
     missing = [f"{name}={value}" for name, value in _DETERMINISTIC.items() if name not in names]
     if missing and has_started():
-        raise AlreadyStartedError(f"JAX has already started without {' '.join(missing)}")
+        raise AlreadyStartedError(f"JAX has already started without {' '.join(missing)}; set XLA_FLAGS before")
     if missing:
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing])
 
@@ -106,7 +109,7 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
 
 
 def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
-    """Applies JAX's settings for a run. Returns the devices of the run."""
+    """Sets the options of JAX for a run. Returns the devices of the run."""
     # Otherwise JAX turns arrays of 64-bit values into 32 bits.
     jax.config.update("jax_enable_x64", config.precision == "float64")
     if jax.config.values["jax_compilation_cache_dir"] is None:  # also $JAX_COMPILATION_CACHE_DIR
@@ -122,7 +125,7 @@ def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
 
 
 def set_precision_of_products(kind: str, config: Config) -> None:
-    """Sets the precision of matrix products and convolutions on accelerators: float32 or TF32."""
+    """Sets the precision of matrix products and convolutions on GPUs and TPUs to float32 or TF32."""
     # A GPU's TF32 keeps ten bits of a float32, a TPU's bfloat16 seven: both are jax's default. On TPUs that would be
     # another curve, so there float32 means float32. Inputs of 16 bits are multiplied as fast as without this (jax
     # 0.10.2, compiled for v5e and H100).
@@ -135,7 +138,7 @@ def set_precision_of_products(kind: str, config: Config) -> None:
 
 
 def shardings_over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """Returns two shardings over the devices: a full copy on each device, and a split by rows."""
+    """Returns two shardings over the devices: one copies a tensor to each device, and one splits a tensor by rows."""
     mesh = Mesh(np.array(devices), ("batch",))
     return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
 
@@ -143,9 +146,9 @@ def shardings_over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedS
 def lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> list[Any]:
     """Returns the LSTM layers that Keras (3.15) would run with cuDNN, although cuDNN fails for them.
 
-    XLA (jax 0.10.2) cannot split the call of cuDNN. Each of several GPUs would gather and compute the whole batch.
-    16-bit values do not compile: "Unknown output type". This error comes when the step is lowered, where Keras no
-    longer catches it.
+    XLA (jax 0.10.2) cannot split a call of cuDNN over several GPUs. Each GPU would gather and compute the whole batch.
+    With 16-bit values, a call of cuDNN does not compile: "Unknown output type". JAX raises this error when it lowers
+    the step. At this point, Keras no longer catches the error.
     """
     import keras
 
@@ -158,7 +161,7 @@ def lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> 
 
 
 def _choose_platforms(config: Config) -> None:
-    """Makes JAX start only on the devices that the run needs: the host's CPU, and as many GPUs as the run uses."""
+    """Makes JAX use only the devices that the run needs: the CPU of the host, and as many GPUs as the run uses."""
     global _has_hidden_gpus
     platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
     if config.device == "cpu":
@@ -175,36 +178,45 @@ def _choose_platforms(config: Config) -> None:
 
 
 def _check_hidden(config: Config, num_found: int) -> None:
-    """Raises `AlreadyStartedError` if the run may use GPUs that JAX was started without."""
+    """Raises `AlreadyStartedError` if the run may use GPUs that an earlier run in this process has hidden from JAX."""
     may_have_more = config.device in ("auto", "gpu") and not 0 < (config.num_devices or 0) <= num_found
     if _has_hidden_gpus and may_have_more and (there := num_gpus()) > num_found:
-        raise AlreadyStartedError(f"JAX has already started with {num_found} of {there} GPUs")
+        raise AlreadyStartedError(f"JAX has already started with {num_found} of {there} GPUs; use a new process")
 
 
 def _find_accelerators(config: Config) -> tuple[str, int]:
-    """Returns the kind and the number of this process's accelerators. The number is 0 if the run does not use them."""
+    """Returns the kind and the number of this process's accelerators.
+
+    The number is 0 if the run does not use accelerators.
+    """
     if config.device == "cpu":
         return "cpu", 0
     try:
         kind = jax.devices()[0].platform
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"jax cannot start: {reason}; fix this, or use --device=cpu") from error
+        raise UserError(f"jax cannot start: {reason}; fix the cause, or use --device=cpu") from error
     if config.device not in ("auto", kind):
         return config.device, 0
     return kind, 0 if kind == "cpu" else jax.local_device_count()
 
 
 def _devices_of(kind: str) -> list[jax.Device]:
-    """Returns all devices of a kind.
+    """Returns all JAX devices of a kind, such as `gpu`.
 
-    A plug-in may have another name than its devices. These are JAX's default devices.
+    JAX may know a plug-in by another name than the kind of its devices. So the function first looks at JAX's default
+    devices.
     """
     return default if (default := jax.devices())[0].platform == kind else jax.devices(kind)
 
 
 def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
-    """Copies an array to the devices: the rows of this process, or a full array that every process has."""
+    """Copies an array to the devices.
+
+    Args:
+        rows: the rows of this process, or a full array that is the same in all processes.
+        sharding: the sharding of the array over the devices of all processes.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(rows, sharding)
     # `device_put` would let the processes compare what they have, each time.
@@ -212,12 +224,18 @@ def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
 
 
 def put_whole(array: np.ndarray, sharding: NamedSharding) -> Tensor:
-    """Copies an array that every process has to the devices. Each device gets a full copy, or its shard."""
+    """Copies a full array to the devices. Each device gets a full copy or its shard, as `sharding` specifies.
+
+    Each process must call this function with the same full array.
+    """
     return jax.make_array_from_process_local_data(sharding, array, array.shape)
 
 
 def put_each(batch: DeviceBatch, shardings: DeviceBatch) -> DeviceBatch:
-    """Calls `put_rows` for each array of a batch. If possible, one call of JAX copies all arrays, in half the time."""
+    """Copies each array of a batch to the devices, like `put_rows`.
+
+    If this process can access all devices, a single call of JAX copies all arrays. This takes half the time.
+    """
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(batch, shardings)
     return jax.tree.map(put_rows, batch, jax.tree.broadcast(shardings, batch))

@@ -1,6 +1,6 @@
 """Computes the gradients of user-defined steps on JAX.
 
-`kerasdp.value_and_grad` imports this module by the name of the backend.
+`kerasdp.value_and_grad` imports the module `gradients` of the current backend.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Collects all private names of JAX that kerasdp uses."""
+"""Wraps the private functions of JAX that kerasdp uses."""
 
 import os
 from typing import Any
@@ -9,23 +9,27 @@ from jax._src import clusters, distributed
 def joined() -> tuple[int, int]:
     """Returns the index of this process and the number of processes, after `jax.distributed.initialize`.
 
-    JAX 0.10.2: the public `jax.process_index` returns the same index, but it starts JAX. This fixes the number of
-    virtual devices.
+    JAX 0.10.2: the public `jax.process_index` returns the same index, but it initializes the devices. Afterwards the
+    number of virtual devices is fixed.
     """
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
 def key_values() -> Any:
-    """Returns the client of the key-value store that all processes share. JAX 0.10.2 has no public access to it."""
+    """Returns the client of the key-value store that all processes share.
+
+    JAX 0.10.2 has no public function for this client.
+    """
     return distributed.global_state.client
 
 
 def detected_cluster() -> dict[str, Any] | None:
-    """Returns what JAX's cluster detection finds about this process, as arguments of `Cluster`. None: it finds nothing.
+    """Detects the cluster of this process like JAX. Returns the arguments of `Cluster`, or None without a cluster.
 
-    `jax.distributed.initialize` (JAX 0.10.2) asks the same classes, but it also waits for the other processes. No
-    public function returns only the result. A Kubernetes pod without a number from an Indexed Job counts as a single
-    process. JAX would query Kubernetes for it, and the pod may not be allowed to.
+    `jax.distributed.initialize` (JAX 0.10.2) uses the same detection, but it also waits for the other processes. JAX
+    has no public function that only detects the cluster. In Kubernetes, a pod without the index of an Indexed Job is
+    treated as a single process. Otherwise JAX would query Kubernetes for the index, and the pod may not be allowed to
+    send this query.
     """
     for kind in clusters.ClusterEnv._cluster_types:
         if kind.opt_in_only_method or (kind is clusters.K8sCluster and "JOB_COMPLETION_INDEX" not in os.environ):

@@ -1,7 +1,7 @@
-"""Joins this JAX process with processes on other machines, and exchanges values between them.
+"""Connects this JAX process to processes on other machines, and exchanges values between the processes.
 
-The values go through the key-value store of JAX's coordination service, which process 0 runs. Any thread may use it. It
-runs no program on the devices.
+The values are exchanged through the key-value store of JAX's coordination service, which runs in process 0. An exchange
+works in any thread, and runs no program on the devices.
 """
 
 import atexit
@@ -36,24 +36,25 @@ _INITIALIZE = "jax.distributed.initialize"
 
 
 def find_cluster(environment: Environment = os.environ) -> Cluster | None:
-    """Returns the place of this process among several JAX processes, without joining them. None: there is only one.
+    """Returns the `Cluster` of this process, or None if there is only one JAX process.
 
-    The first of these sources counts: an earlier call of `jax.distributed.initialize`, the variables
-    $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, and JAX's cluster detection.
+    The function does not connect the processes. The information comes from the first of these sources that is
+    available: an earlier call of `jax.distributed.initialize`, the variables $JAX_COORDINATOR_ADDRESS,
+    $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, or JAX's cluster detection.
 
     Raises:
-        UserError: if only some of the variables are set, or if they do not fit together.
+        UserError: if only some of the variables are set, or if $JAX_PROCESS_ID is not below $JAX_NUM_PROCESSES.
     """
     if jax.distributed.is_initialized():
         process, number = private.joined()
         found = Cluster(source=_INITIALIZE, num_processes=number, process=process)
     elif "JAX_NUM_PROCESSES" in environment or "JAX_PROCESS_ID" in environment:
         if missing := [name for name in _OF_JAX if name not in environment]:
-            raise UserError(f"{', '.join(_OF_JAX)} go together. Received: no {missing[0]}; set it, too")
+            raise UserError(f"{', '.join(_OF_JAX)}: expected all three. Received: no {missing[0]}; set it, too")
         number, process = (int(environment[name]) for name in _OF_JAX[1:])
         found = Cluster(source=_OF_JAX[0], num_processes=number, process=process)
         if process >= number:
-            raise UserError(f"JAX_PROCESS_ID: expected a number below JAX_NUM_PROCESSES={number}. Received: {process}")
+            raise UserError(f"JAX_PROCESS_ID: expected 0 to {number - 1}. Received: {process}; check JAX_NUM_PROCESSES")
     elif (detected := private.detected_cluster()) is not None:
         found = Cluster(**detected)
     else:
@@ -62,18 +63,19 @@ def find_cluster(environment: Environment = os.environ) -> Cluster | None:
 
 
 def join(cluster: Cluster, config: Config) -> None:
-    """Joins the other processes, and checks that all processes have the same settings. Call it before JAX starts.
+    """Connects this process to the other processes, and checks that all processes have the same settings.
 
-    A program joins only once.
+    JAX must not be initialized yet. A program connects only once.
 
     Raises:
-        UserError: if the processes do not connect, or if their settings differ.
+        UserError: if the processes do not connect, if their settings differ, or if the program called
+            `jax.distributed.initialize` although the run needs a new process.
     """
     if not jax.distributed.is_initialized():
         if cluster.source == _INITIALIZE:
             raise UserError(
-                f"{_INITIALIZE} was called before kerasdp.launch, but this run needs a new process, because of "
-                "--max_restarts, --hang_timeout or more devices: remove that call"
+                f"{_INITIALIZE} was called before kerasdp.launch, but this run needs a new process "
+                "for --max_restarts, --hang_timeout or more devices; remove the call"
             )
         # kerasdp handles SIGTERM. JAX's preemption service (0.10.2) would catch it first.
         jax.config.update("jax_enable_preemption_service", False)
@@ -94,20 +96,20 @@ def join(cluster: Cluster, config: Config) -> None:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise UserError(
-                f"the {cluster.num_processes} processes of {cluster.source} cannot connect: {reason}"
+                f"the {cluster.num_processes} processes of {cluster.source} cannot connect: {reason}; check firewalls"
             ) from error
     require_same(JaxProcesses(config), config)
 
 
 @contextlib.contextmanager
 def ending_soon(cluster: Cluster | None) -> Iterator[None]:
-    """Returns a context in which a process that fails ends soon.
+    """Returns a context that makes a failed process end within seconds.
 
-    At the end of a program JAX (0.10.2) waits five minutes for the other processes. The other processes notice the
-    failure by closed connections or missing heartbeats.
+    Without this context, JAX (0.10.2) waits five minutes for the other processes when a program ends. The other
+    processes notice the failure, because connections close or heartbeats are missing.
 
     Args:
-        cluster: the place of this process among the processes of the run. None: there is only one process.
+        cluster: the place of this process among the processes of the run, or None for a single process.
     """
     try:
         yield
@@ -146,21 +148,26 @@ class JaxProcesses:
         return self._take("gather", self._give("gather", value))
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """Returns the maximum over the ranks of the numbers in the previous call, or 0 in the first call."""
+        """Returns the maximum of the numbers that the ranks passed to the previous call. The first call returns 0."""
         current = self._give("delayed", number)
         return max(self._take("delayed", current - 1)) if current else 0
 
     def any_rank(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank."""
+        """Returns whether `flag` is True on at least one rank."""
         return any(self.all_gather_object(flag))
 
     def open_scatter(self) -> "JaxScatter":
-        """Returns a scatter whose messages never mix with the messages of another scatter."""
+        """Returns a new scatter. Its messages never mix with the messages of another scatter."""
         self._num_scatters += 1
         return JaxScatter(self, f"{self._name}/scatter-{self._num_scatters}")
 
     def _give(self, kind: str, value: Any) -> int:
-        """Stores a value for all processes. Returns the number of the round."""
+        """Stores this rank's value in the key-value store. Returns the number of this exchange.
+
+        Args:
+            kind: the kind of the exchange: `gather` or `delayed`. Exchanges of each kind are numbered from 0.
+            value: the value of this rank.
+        """
         current, self._rounds[kind] = self._rounds[kind], self._rounds[kind] + 1
         private.key_values().key_value_set_bytes(f"{self._name}/{kind}/{current}/{self.rank}", pickle.dumps(value))
         # With a delay, the last call has read the values of two rounds ago. So the other processes had reached that
@@ -170,17 +177,25 @@ class JaxProcesses:
         return current
 
     def _take(self, kind: str, number: int) -> list[Any]:
-        """Returns the values of all processes in a round, in the order of the ranks."""
+        """Returns the values of all processes in one exchange, in the order of the ranks.
+
+        Args:
+            kind: the kind of the exchange, as in `_give`.
+            number: the number of the exchange, as `_give` returns it.
+        """
         folder = f"{self._name}/{kind}/{number}"
         there = dict(private.key_values().key_value_dir_get_bytes(folder))
         names = [f"{folder}/{rank}" for rank in range(self.num_processes)]
         return [pickle.loads(there[name] if name in there else self.wait_for(name)) for name in names]
 
     def wait_for(self, name: str) -> bytes:
-        """Waits for a value of the key-value store. The last part of its name is the process that stores it.
+        """Waits until a process has stored a value in the key-value store. Returns the value.
+
+        Args:
+            name: the key of the value. The text after the last slash is the rank of the process that stores the value.
 
         Raises:
-            WorkerError: if the value does not come within the hang timeout.
+            WorkerError: if the process does not store the value within the hang timeout.
         """
         try:
             return private.key_values().blocking_key_value_get_bytes(name, int(1000 * self._seconds))
@@ -188,15 +203,15 @@ class JaxProcesses:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise WorkerError(
-                f"process {self.rank} has waited {self._seconds:g} s for process {name.rpartition('/')[2]}; the output "
-                "of that process says why; a higher --hang_timeout waits longer"
+                f"process {self.rank} has waited {self._seconds:g} s for process {name.rpartition('/')[2]}; read the "
+                "output of that process, or use a higher --hang_timeout"
             ) from error
 
 
 class JaxScatter:
     """Sends values from process 0 to all processes. Implements `kerasdp.processes.ranks.Scatter`.
 
-    The values stay with process 0 until the other processes take them.
+    Process 0 holds the values until the other processes read them.
     """
 
     def __init__(self, processes: JaxProcesses, name: str):

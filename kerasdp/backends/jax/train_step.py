@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 
 class ModelState:
-    """Passes the values of variables into a JAX function and out of it. Between calls, each variable holds its value.
+    """Passes the values of variables to a JAX function, and stores the values that the function returns.
+
+    Between calls, the variables hold their values.
 
     Args:
         variables: lists of variables.
-        shardings: for each list, one sharding for all values, or a list with one sharding per value.
+        shardings: one entry for each list: a single sharding for all its values, or a list with one sharding per value.
     """
 
     def __init__(self, variables: "Sequence[list[keras.Variable]]", shardings: Sequence[Any]):
@@ -52,9 +54,9 @@ class ModelState:
     def read(self) -> Any:
         """Returns the values of the variables, in lists.
 
-        If no variable was set since the last `write`, these are the lists of that call. Keras (3.15) lets two variables
-        hold the same array after `assign`. Examples are weights and their averages at the end of training. A step
-        cannot donate one array twice. So each variable except the last gets a copy.
+        If no variable was set since the last call of `write`, the result is the lists that `write` received. After
+        `assign`, two Keras (3.15) variables may hold the same array, for example weights and their averages at the end
+        of training. A step cannot donate one array twice. So each variable except the last one gets a copy.
         """
         from kerasdp.keras_compat.layers import raw_values
 
@@ -69,7 +71,7 @@ class ModelState:
     def write(self, values: Any) -> None:
         """Sets the variables to the values that a function returned.
 
-        JAX has already deleted the old values that were donated.
+        JAX has already deleted the old values that were donated to the function.
         """
         from kerasdp.keras_compat.layers import set_raw_values
 
@@ -78,12 +80,14 @@ class ModelState:
 
 
 class Layout:
-    """Describes how the devices hold a model's variables. Here each device holds a full copy; see also `kerasdp.scale`.
+    """Describes how the devices hold a model's variables. In this class, each device holds a copy of each variable.
+
+    `kerasdp.scale.jax_shards.PartsLayout` shards variables.
 
     Attributes:
-        replicated: the sharding of a tensor of which each device holds a full copy.
-        is_on_cpu: whether the devices are CPUs. There XLA (jaxlib 0.10.2) uses another kernel for a convolution within
-            a loop. It takes 10 to 15 times as long.
+        replicated: the sharding of tensors that each device holds as a full copy.
+        is_on_cpu: whether the devices are CPUs. On CPUs, a convolution within a loop takes 10 to 15 times as long as
+            outside of loops. In loops, XLA (jaxlib 0.10.2) uses another kernel.
     """
 
     def __init__(self, replicated: NamedSharding):
@@ -91,30 +95,30 @@ class Layout:
         self.is_on_cpu = replicated.mesh.devices.flat[0].platform == "cpu"
 
     def of_variables(self, model: "keras.Model", variables: "list[keras.Variable]") -> list[NamedSharding]:
-        """Returns the sharding of each of the given variables of a model.
+        """Returns one sharding for each of the given variables of a model.
 
-        A new variable or a reset metric has a value on one device, without a `NamedSharding`. JAX (0.10.2) compiles
-        another program for it, and would compile the first training step three times. So this method returns the
-        replicated sharding.
+        The value of a new variable or of a reset metric is on one device, without a `NamedSharding`. For this value,
+        the method returns the replicated sharding. Otherwise JAX (0.10.2) would compile another program for this value.
+        It would compile the first training step three times.
         """
         found = (variable.value.sharding for variable in variables)
         return [each if isinstance(each, NamedSharding) else self.replicated for each in found]
 
     def cut(self, values: list[Any]) -> list[Any]:
-        """Shards gradients or new weights, if the devices hold shards. Each device then computes only its shard."""
+        """Shards gradients or new weights, so that each device computes only its shard. Here nothing is sharded."""
         return values
 
     def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps a function of weights so that it first gathers sharded weights. Here no weight is sharded."""
+        """Wraps a function of weights. The wrapper first gathers all sharded weights. Here no weight is sharded."""
         return function
 
 
 def _state_of(model: "keras.Model", step: str, layout: Layout) -> ModelState:
-    """Returns the state of a step: the variables that Keras' step or a user-defined step takes, with their shardings.
+    """Returns the state of a step: the variables that the step takes, with their shardings.
 
     Args:
         model: the model.
-        step: `train`, `test` or `predict`.
+        step: `train`, `test` or `predict`. The model's step may be user-defined.
         layout: how the devices hold the variables.
     """
     from kerasdp.keras_compat.models import portable_steps
@@ -137,18 +141,18 @@ def make_step_functions(
     context: ReplicaContext | None,
     split_of_training: Callable[[], Split] = lambda: Split(1),
 ) -> StepFunctions:
-    """Makes jitted train, test and predict functions. Each set of trained weights gets new functions.
+    """Makes train, test and predict functions. When layers are frozen or unfrozen, the step is compiled again.
 
-    Each function is one program for the whole global batch. XLA splits it over the devices by the shardings of inputs
-    and variables. Padding makes the number of rows divisible by the number of devices. The padding is removed INSIDE
-    the program, where XLA can split uneven shapes. Only inputs and outputs must be divisible. So every layer, loss and
-    metric sees the same batch as on one device.
+    Each function is one program for the whole global batch. XLA splits this program over the devices, based on the
+    shardings of the inputs and variables. Padding makes the number of rows divisible by the number of devices, because
+    inputs and outputs must be divisible. The program itself removes the padding, because XLA can split uneven shapes
+    within a program. So every layer, loss and metric sees the same batch as on one device.
 
     Args:
         model: a built and compiled model.
         layout: how the devices hold the variables.
-        context: the context of the layers in a training step.
-        split_of_training: returns how a training batch is split.
+        context: the context of the layers in a training step, or None for a single device.
+        split_of_training: a function that returns how a training batch is split.
     """
     from kerasdp.keras_compat.models import own_steps, portable_steps
 
@@ -194,7 +198,7 @@ def make_step_functions(
 
 
 def _evaluation_step(model: "keras.Model", name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Runs `test_step` or `predict_step` of a model. `_state_of` describes `state`."""
+    """Runs `test_step` or `predict_step` of a model. See `_state_of` for `state`."""
     from kerasdp.keras_compat.models import portable_steps
 
     if name == "predict_step":
@@ -206,16 +210,16 @@ def _evaluation_step(model: "keras.Model", name: str, state: Any, data: tuple[An
 
 
 def _lists_of_portable(model: "keras.Model") -> tuple[list["keras.Variable"], list["keras.Variable"]]:
-    """Returns the trained weights, and all other variables that a step may change."""
+    """Returns two lists: the trainable weights, and all other variables that a user-defined step may change."""
     weights = model.trainable_variables
     seen = {id(weight) for weight in weights}
     return weights, [variable for variable in variables_of_own_step(model) if id(variable) not in seen]
 
 
 def _portable_step(model: Any, name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Runs a user-defined step that takes only the data, as on other backends.
+    """Runs a user-defined step that takes only the data. On JAX, Keras' steps also take the values of the variables.
 
-    `state` holds the values of the variables in `_lists_of_portable`.
+    `state` contains the values of the variables in `_lists_of_portable`.
     """
     from kerasdp.step.gradients import in_scope
 
@@ -230,11 +234,11 @@ def _bind_state(
     *,
     is_training: bool,
 ) -> Callable[[Any], Any]:
-    """Turns a step into `run(data)`, which returns the step's outputs and updates the model's variables.
+    """Turns a step into a function `run(data)`. It returns the outputs of the step, and updates the model's variables.
 
-    The step is compiled with `jax.jit` if `model.jit_compile` is set and `run_eagerly` is not. Otherwise it runs
-    eagerly. Training donates the old values. An evaluation does not change the first list, the weights, and does not
-    return it.
+    The step is compiled with `jax.jit` if `model.jit_compile` is True and `model.run_eagerly` is False. Otherwise the
+    step runs eagerly. A training step donates the old values of the variables. An evaluation step does not change the
+    weights, which are the first list of values. So an evaluation step does not return this list.
     """
     from kerasdp.keras_compat.layers import forget_added_losses
 
@@ -265,9 +269,9 @@ def _bind_state(
 
 
 def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that trains on several batches of one shape.
+    """Returns a function that trains on several batches of the same shape.
 
-    It returns their losses and learning rates, and the logs of the last batch.
+    The function returns the losses and learning rates of all steps, and the logs of the last step.
     """
 
     def step(state: Any, batch: DeviceBatch) -> tuple[Any, Any]:
@@ -283,27 +287,27 @@ def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Removes the padding from inputs, targets and sample weights."""
+    """Removes the padding rows from the inputs, targets and sample weights of a batch."""
     inputs, targets, sample_weight, indices = data
     return jax.tree.map(lambda leaf: leaf[: len(indices)], (inputs, targets, sample_weight))
 
 
 def _packed(data: tuple[Any, ...]) -> Any:
-    """Removes the padding of a batch, and packs it as Keras passes it to a step."""
+    """Removes the padding rows of a batch. Packs the batch in the form that Keras passes to a step."""
     from kerasdp.keras_compat.models import as_keras_gives
 
     return as_keras_gives(_cut(data))
 
 
 class WholeBatch(Replica):
-    """Runs a training step on the whole global batch. One replica stands for all devices.
+    """Runs a training step on the whole global batch, as a single replica that stands for all devices.
 
-    XLA splits the batch over the devices, and sums over the devices where it must.
+    XLA splits the batch over the devices, and sums values over the devices where the step requires this.
 
     Args:
         model: a built and compiled model.
         layout: how the devices hold the variables.
-        context: the context of the layers. None: there is one device.
+        context: the context of the layers, or None for a single device.
         split: how the batch is split.
     """
 
@@ -319,14 +323,17 @@ class WholeBatch(Replica):
         return self._split
 
     def passes(self, batch: DeviceBatch) -> list[Pass]:
-        """Returns the passes of a training step. A single pass gets the batch without its padding."""
+        """Returns the passes of a training step. If there is only one pass, it gets the batch without padding."""
         passes = super().passes(batch)
         if len(passes) > 1:
             return passes
         return [passes[0]._replace(batch=DeviceBatch(*_cut(batch), batch.indices))]
 
     def rows_of(self, leaf: jax.Array, rows: slice, num_rows: int) -> jax.Array:
-        """Returns the rows of a micro-batch. It takes rows from each device, so no data moves between devices."""
+        """Returns the rows of a micro-batch.
+
+        The method takes the same number of rows from each device, so no data moves between devices.
+        """
         of_devices = leaf.reshape(self._split.num_replicas, -1, *leaf.shape[1:])
         return of_devices[:, rows].reshape(-1, *leaf.shape[1:])[:num_rows]
 
@@ -344,7 +351,7 @@ class WholeBatch(Replica):
         )  # fmt: skip
 
     def loss_of_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
-        """Computes the loss of a pass as on a device that has all rows."""
+        """Computes the loss of a pass, like a single device that has all rows."""
         if context is not None:
             context = None if one.total_rows is None else dataclasses.replace(context, num_replicas=1)
         return super().loss_of_pass(one, outputs, context)
@@ -372,7 +379,7 @@ class WholeBatch(Replica):
     def add_up_passes(
         self, compute: LossOfPass, passes: list[Pass]
     ) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Adds up the gradients of all passes of a step. Passes of equal size run in one loop."""
+        """Adds up the gradients of all passes of a step. Passes of the same size run in one loop."""
         from kerasdp.keras_compat.layers import InnerScope, current_value
         from kerasdp.step.global_batch import Sums, added
 
@@ -416,11 +423,11 @@ class WholeBatch(Replica):
         return gradients, global_batches[-1], {}
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
-        """Makes a pass wait until the given gradients are computed.
+        """Makes a pass start only after the given gradients are computed.
 
-        Otherwise XLA would run all forward passes first, and keep all of their activations. On the CPU (jaxlib 0.10.2)
-        it drops `jax.lax.optimization_barrier` before it orders operations. So zeros that depend on the gradients are
-        added to the inputs.
+        Otherwise XLA on the CPU (jaxlib 0.10.2) would run all forward passes first, and keep all of their activations.
+        `jax.lax.optimization_barrier` does not help, because XLA drops the barrier before it orders operations. So the
+        method adds zeros that depend on the gradients to the inputs.
         """
         if not self._layout.is_on_cpu:
             return one
@@ -430,11 +437,14 @@ class WholeBatch(Replica):
         return one._replace(batch=one.batch._replace(inputs=inputs))
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """Returns the gradients and sums of the whole batch. There is nothing to average over replicas."""
+        """Returns the gradients and the sums, which already belong to the whole batch. So no average is computed.
+
+        If the devices hold shards, each device gets its shard of the gradients.
+        """
         return lambda: (self._layout.cut(gradients), to_reduce)
 
     def update(self, update: Callable[[], None]) -> None:
-        """Runs the optimizer's update. If the devices hold shards, each device updates its shard."""
+        """Runs the optimizer's update. If variables are sharded, each device updates only its shards."""
         from kerasdp.keras_compat.layers import current_value
         from kerasdp.keras_compat.optimizers import applying_in_scope
 

@@ -1,4 +1,4 @@
-"""Computes fused batch norm for training on TensorFlow, over one replica's rows or over the global batch."""
+"""Computes fused batch norm for training on TensorFlow, over the rows of one replica or of the global batch."""
 
 import math
 from collections.abc import Callable
@@ -24,10 +24,11 @@ def normalize(
     gather: Callable[[tf.Tensor], tf.Tensor] | None = None,
     weight: float = 1.0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Normalizes `x`. `kerasdp.backends.torch.batch_norm.normalize` describes the arguments and results.
+    """Normalizes `x` for training. See `kerasdp.backends.torch.batch_norm.normalize` for the arguments and results.
 
-    It does not use TensorFlow's kernel for training. On the CPU (2.21) that kernel's outputs, mean, variance and
-    gradients of 61 images of 28x28 have errors of 3e-6 to 8e-6. Here the errors are 1e-7 to 6e-7.
+    The function does not use TensorFlow's kernel for training. On the CPU (2.21), the outputs, mean, variance and
+    gradients of this kernel have errors of 3e-6 to 8e-6 for 61 images of 28x28. The errors of this function are 1e-7 to
+    6e-7.
     """
     is_alone = gather is None and num_rows is None
     wide = x if x.dtype in (tf.float32, tf.float64) else tf.cast(x, tf.float32)
@@ -63,7 +64,7 @@ def normalize(
 def _has_kernel(x: tf.Tensor, axis: int) -> bool:
     """Returns whether TensorFlow has operations that normalize `x` with given statistics.
 
-    On GPUs these operations would use other statistics.
+    On GPUs the result is False, because these operations would use other statistics than the given ones.
     """
     return len(x.shape) == 4 and axis == 3 and x.dtype != tf.float64 and not xla.has_gpus()
 
@@ -74,9 +75,9 @@ def _has_kernel(x: tf.Tensor, axis: int) -> bool:
 def _total(x: tf.Tensor, axis: int) -> tf.Tensor:
     """Sums values per channel, at most 1,024 values at a time.
 
-    Rounding errors add up in a long sum. For 61 images of 28x28 the error is 1e-7 here, and 4e-6 in one long sum. XLA
-    would merge the sums into one long sum. To prevent this, 0 times a value is added to the first sum. XLA cannot
-    replace it by 0, because 0 times infinity is not 0.
+    In a long sum, rounding errors add up. For 61 images of 28x28, the error of one long sum is 4e-6, and the error of
+    this function is 1e-7. XLA would merge the short sums into one long sum. To prevent this, the function adds 0 times
+    a value to the first sum. XLA cannot replace this product by 0, because 0 times infinity is not 0.
     """
     axes, added = [index for index in range(len(x.shape)) if index != axis], None
     if x.shape.num_elements() != 0 and xla.may_compile():
@@ -92,14 +93,19 @@ def _total(x: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def _along(axis: int, x: tf.Tensor, *values: tf.Tensor) -> list[tf.Tensor]:
-    """Reshapes values per channel so that they broadcast with `x`."""
+    """Reshapes tensors that have one value per channel, so that they broadcast with `x`."""
     shape = [-1 if index == axis else 1 for index in range(len(x.shape))]
     return [tf.reshape(value, shape) for value in values]
 
 
 @compiled_on_gpus
 def _own(x: tf.Tensor, axis: int, num_rows: int | None) -> tf.Tensor:
-    """Returns the count, the mean and the sum of squared deviations of each channel, with shape `(3, channels)`."""
+    """Computes the batch norm statistics of this replica's rows.
+
+    Returns:
+        A tensor of shape `(3, channels)`: for each channel the number of values, their mean, and the sum of their
+        squared deviations from the mean.
+    """
     real = x if num_rows is None else x[:num_rows]
     size = real.shape.num_elements() or tf.size(real)
     count = tf.cast(size / x.shape[axis], x.dtype)
@@ -110,7 +116,15 @@ def _own(x: tf.Tensor, axis: int, num_rows: int | None) -> tf.Tensor:
 
 @compiled_on_gpus
 def _together(statistics: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
-    """Merges statistics of all replicas, `(replicas, 3, channels)`, into count, mean, variance and 1 / deviation."""
+    """Merges the statistics of all replicas.
+
+    Args:
+        statistics: the results of `_own` on all replicas, as a tensor of shape `(replicas, 3, channels)`.
+        epsilon: the value that is added to the variance.
+
+    Returns:
+        For each channel the number of values, the mean, the variance, and `1 / sqrt(variance + epsilon)`.
+    """
     counts, means, squares = tf.unstack(statistics, 3, 1)
     # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
     count = tf.reduce_sum(counts, 0)
@@ -121,7 +135,7 @@ def _together(statistics: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
 
 @compiled_on_gpus
 def _moved(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor, axis: int) -> tf.Tensor:
-    """Returns `(x - mean) * factor + offset`, with values per channel."""
+    """Returns `(x - mean) * factor + offset`. The arguments except `x` have one value per channel."""
     if not _has_kernel(x, axis):
         mean, factor, offset = _along(axis, x, mean, factor, offset)
         return (x - mean) * factor + offset
@@ -148,8 +162,8 @@ def _sums(
     """Returns the sums per channel that the gradients of batch norm need.
 
     Returns:
-        The sums of the gradient and of its product with the deviations, `(2, channels)`; the gradients of scale and
-        offset.
+        First a tensor of shape `(2, channels)`: the sums of the gradient, and the sums of the gradient times the
+        deviation of `x` from the mean. Then the gradient of the scale, and the gradient of the offset.
     """
     total = _total(upstream, axis)
     products = _total(upstream * (x - _along(axis, x, mean)[0]), axis)

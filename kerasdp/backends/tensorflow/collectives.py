@@ -14,24 +14,30 @@ _MOST_BYTES = 2**20
 
 
 def sendable(tensor: tf.Tensor) -> tf.Tensor:
-    """Casts a tensor (bfloat16, uint8, bool) to a type that devices can exchange. No value changes."""
+    """Casts a tensor to a dtype that devices can exchange. No value changes.
+
+    For example, bfloat16 becomes float32, and uint8 and bool become int32.
+    """
     if tensor.dtype in _TYPES:
         return tensor
     return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
 
 
 def rank() -> int:
-    """Returns the rank of the replica that is being traced, as a constant."""
+    """Returns the rank of the replica that is being traced, as a Python number."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
 def num_replicas() -> int:
-    """Returns the number of replicas."""
+    """Returns the number of replicas of the current strategy."""
     return tf.distribute.get_replica_context().num_replicas_in_sync
 
 
 def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
-    """Sums a tensor over the replicas. Its gradient is the sum of its gradients on all replicas."""
+    """Sums a tensor over the replicas. The function is differentiable.
+
+    The gradient of a replica's tensor is the sum of the gradients that all replicas compute for this tensor.
+    """
 
     @tf.custom_gradient
     def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -43,28 +49,28 @@ def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _end_of_walk(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor at which `tf.custom_gradient` stops its search for variables.
+    """Returns a tensor unchanged, and makes `tf.custom_gradient` end its search for variables at this tensor.
 
     To find variables, `tf.custom_gradient` (TensorFlow 2.21) walks from the outputs of a function back to its inputs.
-    It compares each operation with all operations that it has passed. Tensors from other replicas are not inputs. So
-    each batch norm walked through the steps of other replicas to their first layer. Tracing MobileNetV2 on two devices
-    took minutes.
+    It compares each operation with all operations that it has already visited. Tensors from other replicas are not
+    inputs of the function. So the walk for each batch norm would continue through the steps of other replicas to their
+    first layer. Tracing MobileNetV2 on two devices took minutes.
     """
     return tf.stop_gradient(tensor)
 
 
 def _stacked(rows: tf.Tensor) -> tf.Tensor:
-    """Concatenates the rows of all replicas. Each replica has the same number of rows.
+    """Concatenates the rows of all replicas. Each replica must have the same number of rows.
 
-    The gradient of the rows is the sum of their gradients on all replicas.
+    The gradient of a replica's rows is the sum of the gradients that all replicas compute for these rows.
     """
     return _all_reduce(zero_pad_to_global_batch(rows))
 
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
-    """Gathers the rows of all replicas. The gradient is multiplied by the number of replicas.
+    """Gathers the rows of all replicas. The gradient of the rows is multiplied by the number of replicas.
 
-    `ShardSteps.gather_shards` explains this gradient.
+    See `ShardSteps.gather_shards` for the reason.
     """
 
     @tf.custom_gradient
@@ -85,9 +91,10 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
 
 
 def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
-    """Pads a replica's rows with zeros to the global batch, so that a sum over the replicas gathers the rows.
+    """Pads a replica's rows with zeros to the size of the global batch.
 
-    This is one collective. TensorFlow's `all_gather` (2.21) first exchanges shapes in another collective.
+    A sum of the padded tensors over the replicas then gathers the rows, with a single collective. TensorFlow's
+    `all_gather` (2.21) needs two collectives, because it first exchanges the shapes.
     """
     size, before = rows.shape[0], rank()
     others = [[before * size, (num_replicas() - 1 - before) * size]] + [[0, 0]] * (len(rows.shape) - 1)
@@ -95,12 +102,14 @@ def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
 
 
 def gather_statistics(statistics: tf.Tensor, weight: float = 1.0) -> tf.Tensor:
-    """Stacks a tensor of all replicas. Its gradient is the sum of its gradients on all replicas.
+    """Gathers one tensor from each replica, and stacks the tensors along a new first axis.
+
+    The function is differentiable. The gradient of a replica's tensor is the sum of the gradients that all replicas
+    compute for this tensor.
 
     Args:
         statistics: the tensor of this replica.
-        weight: the weight of this replica's gradients when gradients are averaged over the replicas. The mean weight of
-            all replicas is 1.
+        weight: this replica's weight in the average of the gradients over the replicas. The mean of all weights is 1.
     """
     if weight != 1.0:  # the gradients of the other replicas have their weights
         statistics = _with_gradient_times(statistics, 1 / weight if weight else 0.0)
@@ -109,7 +118,10 @@ def gather_statistics(statistics: tf.Tensor, weight: float = 1.0) -> tf.Tensor:
 
 
 def sum_gradients(gradient: tf.Tensor, gather: Callable[[tf.Tensor], tf.Tensor], weight: float) -> tf.Tensor:
-    """Stacks the weighted gradients of all replicas. See `kerasdp.backends.torch.collectives.sum_gradients`."""
+    """Gathers the weighted gradients of all replicas, and stacks the gradients along a new first axis.
+
+    See `kerasdp.backends.torch.collectives.sum_gradients`.
+    """
     if weight == 1.0:
         return gather(gradient)
     gathered = gather(gradient * weight if weight else tf.zeros_like(gradient))
@@ -132,12 +144,15 @@ def sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def mean(gradients: list[Any], shared: dict[str, tf.Tensor]) -> Callable[[], tuple[list[Any], dict[str, tf.Tensor]]]:
-    """Averages gradients over the replicas, and sums other tensors, with one collective per dtype.
+    """Averages gradients over the replicas, and sums other tensors over the replicas, with one collective per dtype.
 
-    Gradients must be dense. A weight that the loss does not depend on keeps its None.
+    Args:
+        gradients: dense gradients. An entry that is None stays None.
+        shared: the tensors to sum, by name.
 
     Returns:
-        A function that unpacks the averages and sums. Compiled together with code that uses them, it adds no operation.
+        A function that returns the averages and the sums. It adds no operation if it is compiled together with the code
+        that uses its results.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     divisor = num_replicas()
@@ -154,7 +169,11 @@ def mean(gradients: list[Any], shared: dict[str, tf.Tensor]) -> Callable[[], tup
 
 
 def _summed(tensors: list[tf.Tensor]) -> Callable[[], list[tf.Tensor]]:
-    """Sums each tensor over the replicas, with one collective per dtype. Returns a function that unpacks the sums."""
+    """Sums each tensor over the replicas, with one collective per dtype.
+
+    Returns:
+        A function that returns the sums in the shapes of the tensors.
+    """
     joined = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors if tensor.dtype == dtype], 0)

@@ -1,4 +1,4 @@
-"""Trains one replica on each TensorFlow device, all from one process, with `tf.distribute.MirroredStrategy`."""
+"""Trains one replica on each TensorFlow device, from a single process, with `tf.distribute.MirroredStrategy`."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ class DataParallel(Strategy):
     """
 
     def __init__(self, devices: Devices, config: Config):
-        """Makes the mirrored strategy. It must run before Keras is imported."""
+        """Creates the mirrored strategy. Keras must not be imported yet."""
         self.processes = SingleProcess()
         self.device_names = device_names(devices)
         self.split = Split(devices.count)
@@ -55,7 +55,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Returns the context in which models are made. It mirrors their variables on all devices."""
+        """Returns the context in which models are created. New variables are mirrored on all devices."""
         from kerasdp.keras_compat.models import numbers_of_mirrored_variables
 
         numbers_of_mirrored_variables()
@@ -64,7 +64,10 @@ class DataParallel(Strategy):
         reset = tf.compat.v1.reset_default_graph
 
         def reset_default_graph() -> None:
-            """Enters the scope again. `keras.utils.clear_session` resets TensorFlow's graph, and with it the scope."""
+            """Resets TensorFlow's graph, and enters the scope again.
+
+            `keras.utils.clear_session` resets the graph, which also ends the scope.
+            """
             nonlocal scope
             reset()
             scope = self.mirrored.scope()
@@ -123,13 +126,13 @@ class DataParallel(Strategy):
         )
 
     def _on_all(self, steps: ReplicaSteps, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that runs a step on all replicas, and returns the result of the first replica.
+        """Returns a function that runs a step on all replicas.
 
-        The result is the same on all replicas.
+        The step has the same result on all replicas, so the function returns the result of the first replica.
 
         Args:
             steps: the steps of the model.
-            name: the name of the model's method that the step stands for.
+            name: the name of the model's method that the step implements, such as `train_step`.
             step: the step of one replica.
         """
 
@@ -144,7 +147,10 @@ class DataParallel(Strategy):
         return run
 
     def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
-        """Calls a function in each replica. The replicas run in turns, each in a thread. Tracing takes seconds."""
+        """Calls a function in each replica. See `Strategy.each_replica`.
+
+        Each replica has a thread, and only one of these threads runs at a time. Tracing the function takes seconds.
+        """
         found: dict[int, T] = {}
 
         def run() -> None:
@@ -161,7 +167,7 @@ class DataParallel(Strategy):
         return ReplicaSteps(self, model)
 
     def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
-        """Turns `run` into a function of batches that gives each replica its shard.
+        """Turns a step of all replicas into a function of batches. The function passes each replica its shard.
 
         The function runs as a graph, unless the model runs eagerly.
         """
@@ -170,7 +176,7 @@ class DataParallel(Strategy):
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
             if model.jit_compile and self.split.num_replicas > 1:
-                raise UserError("jit_compile=True: TensorFlow needs a single device; leave it out, or use --gpus=1")
+                raise UserError("jit_compile=True: TensorFlow needs one device; leave out jit_compile, or use --gpus=1")
 
             def run_shards(*data: Any) -> Any:
                 return run(num_rows, *(self.mirrored.run(own_shard, args=(shards,)) for shards in data))
@@ -186,24 +192,27 @@ class DataParallel(Strategy):
         return function
 
     def _require_mirrored(self, model: "keras.Model") -> None:
-        """Raises `UserError` if a variable is not mirrored. Each replica would change its single copy again."""
+        """Raises `UserError` if a variable of the model is not mirrored.
+
+        A variable that is not mirrored has a single copy, and each replica would change this copy again.
+        """
         from kerasdp.keras_compat.layers import raw_value
 
         for variable in all_variables(model) if self.split.num_replicas > 1 else ():
             if not isinstance(raw_value(variable), tf.distribute.DistributedValues):
                 raise UserError(
-                    f"{variable.path} of {model.name} was made outside of runner.scope(), so it is on one device only: "
-                    "make all layers, the optimizer and the metrics within this scope"
+                    f"{variable.path} of {model.name} was made outside of runner.scope(), so it is on one device only; "
+                    "create all layers, the optimizer and the metrics within this scope"
                 )
 
     def peak_memory_bytes(self) -> int:
-        """Returns the peak memory in bytes: the highest value of the GPUs, or the value of the process on the CPU."""
+        """Returns the peak memory in bytes: the maximum over the GPUs, or on the CPU the peak of the process."""
         if not self.device_names[0].startswith("GPU"):
             return super().peak_memory_bytes()
         return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.device_names)
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, including seeds, that are not bit-equal on all replicas."""
+        """Returns the paths of all variables, including seeds, that are not bit-equal on all replicas."""
 
         def digests(variable: "keras.Variable") -> set[bytes]:
             copies = self.mirrored.experimental_local_results(variable.value)
@@ -214,10 +223,11 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
-        """Returns the context of `fit`, `evaluate` and `predict`.
+        """Returns the context in which `fit`, `evaluate` and `predict` run.
 
-        Inside it, every replica holds the metrics of the WHOLE batch, and reading a metric reads one copy. Outside, in
-        Keras' functions, each replica holds the metrics of its shard, and reading a metric sums the copies.
+        Inside this context, every replica holds the metrics of the WHOLE batch, and reading a metric reads one copy.
+        Outside of this context, in Keras' functions, each replica holds the metrics of its shard, and reading a metric
+        sums the copies.
         """
         from kerasdp.keras_compat.optimizers import no_gradient_sum
 

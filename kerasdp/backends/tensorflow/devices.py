@@ -1,4 +1,4 @@
-"""Chooses TensorFlow devices, and copies arrays to them. One process drives all devices."""
+"""Chooses TensorFlow devices, and copies arrays to the devices. One process drives all devices."""
 
 import logging
 from collections.abc import Callable
@@ -14,9 +14,12 @@ from kerasdp.processes.devices import AlreadyStartedError, Devices, choose_devic
 
 
 def make_devices(config: Config, cluster: None = None) -> Devices:
-    """Chooses the devices of a run on one machine, and makes the virtual CPU devices.
+    """Chooses the devices of a run on one machine, and creates the virtual CPU devices.
 
     GPUs that the run does not use stay free for other programs.
+
+    Raises:
+        AlreadyStartedError: if TensorFlow is already initialized with too few CPU devices.
     """
     _keep_logger_quiet()
     private.fold_matmuls()
@@ -37,16 +40,17 @@ def make_devices(config: Config, cluster: None = None) -> Devices:
             tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError as error:
             if (started := len(tf.config.list_logical_devices("CPU"))) < devices.count:
-                raise AlreadyStartedError(f"TensorFlow has already started with {started} CPU devices") from error
+                raise AlreadyStartedError(f"TensorFlow has only {started} CPU devices; call kerasdp first") from error
     return devices
 
 
 def _leave_channels_last(gpus: list[Any]) -> None:
-    """Keeps Grappler from transposing images around float32 convolutions, if the GPUs have TF32.
+    """Keeps Grappler from transposing images around float32 convolutions, if all GPUs have TF32.
 
     With TF32, TensorFlow's convolutions (2.21, `ComputeInNhwcEnabled`) run with channels last. Grappler would run each
-    convolution with channels first, and transpose before and after it. It does not know the batch norms between the
-    convolutions, which XLA compiles. Four convolutions with their gradients then had 44 transposes per step.
+    convolution with channels first, with a transpose before and after the convolution. Grappler does not know the batch
+    norms between the convolutions, because XLA compiles them. Four convolutions with their gradients then had 44
+    transposes per step.
     """
     capabilities = [tf.config.experimental.get_device_details(gpu).get("compute_capability", (0, 0)) for gpu in gpus]
     if min(capabilities) >= (8, 0):
@@ -54,7 +58,10 @@ def _leave_channels_last(gpus: list[Any]) -> None:
 
 
 def _keep_logger_quiet() -> None:
-    """Hides messages of TensorFlow (2.21) to authors of strategies. Notebooks show them at each call of a model."""
+    """Hides TensorFlow (2.21) messages that are meant for authors of `tf.distribute` strategies.
+
+    Without this function, notebooks show these messages at each call of a model.
+    """
     logger = tf.get_logger()
     if logger.level == logging.INFO:  # which it takes in interactive sessions
         logger.setLevel(logging.WARNING)
@@ -66,12 +73,12 @@ def _is_not_of_strategies(record: logging.LogRecord) -> bool:
 
 
 def device_names(devices: Devices) -> list[str]:
-    """Returns TensorFlow's names of the devices."""
+    """Returns TensorFlow's names of the devices, such as `GPU:0`."""
     return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
 
 
 def put_on_device(data: Structure, name: str) -> Structure:
-    """Copies arrays to the device with this name."""
+    """Copies arrays to the device with the given name. None leaves stay None."""
     import keras
 
     with tf.device(name):
@@ -79,11 +86,11 @@ def put_on_device(data: Structure, name: str) -> Structure:
 
 
 def keep_on_device(arrays: Structure, name: str) -> Structure:
-    """Copies arrays to the device with this name, as variables.
+    """Copies arrays to the device with the given name, as variables from which `take_rows` selects rows.
 
-    `GatherV2` takes rows of a tensor, but (2.21) it has no kernel for uint8 on GPUs. Each step would copy the whole
-    tensor to the host. `ResourceGather`, which takes rows of a variable, has a kernel. Arrays of int32 and text stay in
-    NumPy, because TensorFlow keeps them in host memory on GPUs.
+    Variables have an operation that selects rows on the GPU: `ResourceGather`. The same operation for tensors,
+    `GatherV2`, has no kernel for uint8 on GPUs (2.21). Each step would copy the whole tensor to the host. Arrays of
+    int32 and of text stay NumPy arrays, because TensorFlow keeps int32 and text in host memory on GPUs.
     """
 
     def keep(leaf: np.ndarray | None) -> np.ndarray | tf.Variable | None:
@@ -96,7 +103,13 @@ def keep_on_device(arrays: Structure, name: str) -> Structure:
 
 
 def take_rows(kept: Structure, numbers: np.ndarray, name: str) -> Structure:
-    """Takes rows of the arrays that `keep_on_device` returned, on their device. `numbers` are the row indices."""
+    """Selects rows of arrays on the device with the given name.
+
+    Args:
+        kept: the arrays that `keep_on_device` returned.
+        numbers: the indices of the rows.
+        name: TensorFlow's name of the device.
+    """
     with tf.device(name):
         rows = tf.convert_to_tensor(numbers)
 

@@ -1,6 +1,6 @@
 """Computes the gradients of user-defined steps on TensorFlow.
 
-`kerasdp.value_and_grad` imports this module by the name of the backend.
+`kerasdp.value_and_grad` imports the module `gradients` of the current backend.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from kerasdp.keras_compat.patches import wrapped
 
 
 def dense(gradients: list[Any]) -> list[Any]:
-    """Converts gradients to dense tensors with the shapes of their weights. None stays None.
+    """Converts gradients to dense tensors with the shapes of their weights. An entry that is None stays None.
 
     The gradient of an embedding is a `tf.IndexedSlices`: one row for each token, and the indices of the rows. Keras
-    (3.15) squares, clips and scales these rows one by one, although a token that occurs twice has two rows. An
-    optimizer with state would return other values than on other backends, and other values again on several devices.
-    Here the rows of a token are summed.
+    (3.15) squares, clips and scales each row separately, although a token that occurs twice has two rows. So an
+    optimizer with state would return other values than on torch and jax. The values would also depend on the number of
+    devices. This function adds the rows of each token.
     """
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
@@ -36,10 +36,10 @@ def differentiate(
 
 
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which `tf.clip_by_global_norm` sees gradients averaged over the replicas.
+    """Returns a context in which `tf.clip_by_global_norm` first averages the gradients over the replicas.
 
     Args:
-        mean: averages gradients over the replicas, if the step needs it.
+        mean: a function that averages gradients over the replicas, if the step needs this average.
     """
 
     def of_means(clip: Callable[..., Any], t_list: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Collects all private names of TensorFlow that kerasdp uses."""
+"""Wraps the private functions of TensorFlow that kerasdp uses."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ from tensorflow.python.ops import gen_math_ops
 def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
     """Returns a context in which reading a mirrored variable returns the first replica's copy.
 
-    TensorFlow 2.21: `DistributedVariable._aggregation`. Normally it is chosen when a variable is made, and here Keras
-    makes the variables. There is no public way.
+    TensorFlow 2.21: the context sets `DistributedVariable._aggregation`. Normally the aggregation is an argument when a
+    variable is created, but Keras creates these variables. No public function changes the aggregation later.
     """
     variables = [variable for variable in variables if isinstance(variable, tf.distribute.DistributedValues)]
     saved = [variable._aggregation for variable in variables]
@@ -33,19 +33,20 @@ def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
 def call_flat(function: Any, tensors: list[tf.Tensor]) -> Any:
     """Calls a concrete function with a flat list of tensors.
 
-    TensorFlow 2.21: `ConcreteFunction._call_flat`. The public call binds names, and compares each tensor with the
-    traced tensor in Python. For four tensors this takes a quarter of a millisecond, as long as all other Python code of
-    a step.
+    TensorFlow 2.21: `ConcreteFunction._call_flat`. The public call binds argument names, and compares each tensor with
+    the traced tensor in Python. For four tensors, this takes a quarter of a millisecond. All other Python code of a
+    step takes the same time.
     """
     return function._call_flat(tensors, function.captured_inputs)
 
 
 def forget_gradients(graph: tf.Graph) -> None:
-    """Lets Python free a graph that will not be differentiated again. It forgets the custom gradients of the graph.
+    """Removes the custom gradients of a graph from TensorFlow's registry, so that Python can free the graph.
 
-    TensorFlow 2.21: `ops.gradient_registry` keeps each gradient of `tf.custom_gradient` forever, with the tensors of
-    its graph. A sum over replicas has two. Each launch on two devices leaked 3 MiB. The gradients of graphs within this
-    graph stay, because other graphs may use them.
+    The graph must not be differentiated again. TensorFlow 2.21: `ops.gradient_registry` keeps each gradient of
+    `tf.custom_gradient` forever, together with the tensors of its graph. A sum over replicas has two gradients. Without
+    this function, each launch on two devices leaked 3 MiB. Gradients of nested graphs stay in the registry, because
+    other graphs may use these gradients.
     """
     for operation in graph.get_operations():
         if operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr:
@@ -53,17 +54,18 @@ def forget_gradients(graph: tf.Graph) -> None:
 
 
 def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
-    """Makes a `MirroredStrategy` with unique collective keys, fast sums on CPUs and daemon threads.
+    """Creates a `MirroredStrategy` with unique collective keys, fast sums on CPUs and daemon threads.
 
-    Keys (TensorFlow 2.21): each strategy numbers its groups of devices from `_collective_key_base`, and their
-    collectives from 100. The collectives of a second strategy would meet shapes of the first strategy. There is no
-    public way.
+    Keys (TensorFlow 2.21): a strategy numbers its groups of devices from `_collective_key_base`, and the collectives of
+    each group from 100. A second strategy would use the same numbers for collectives with other shapes. There is no
+    public option.
 
-    Sums: virtual CPU devices share one memory. A collective copies, and sends in rounds as between machines. A sum on
-    the first device, which the other devices then read, takes a tenth of the time.
+    Sums: virtual CPU devices share one memory. A collective would still copy the data, and send it in rounds as between
+    machines. Here the first device computes the sum, and the other devices read it. This takes a tenth of the time.
 
-    Threads: a Ctrl-C while the threads of the replicas start leaves some threads waiting forever. At its end Python
-    would wait for these threads, so they become daemons. `Strategy.run` makes them, and there is no public way.
+    Threads: `Strategy.run` creates the threads of the replicas. If Ctrl-C arrives at this moment, some threads wait
+    forever. Python would wait for these threads when the program ends, so this function makes them daemon threads.
+    There is no public option.
     """
     on_one = tf.distribute.ReductionToOneDevice("CPU:0") if devices[0].startswith("CPU") else None
     mirrored_run._MirroredReplicaThread.start = _start_as_daemon
@@ -79,15 +81,16 @@ def _start_as_daemon(thread: threading.Thread) -> None:
 
 
 def fold_matmuls() -> None:
-    """Corrects matrix products of shapes (a, 1, m, k) and (k, n) on CPUs from now on. It folds the axis of length 1.
+    """Replaces TensorFlow's matrix product on CPUs, because it is wrong for shapes (a, 1, m, k) and (k, n).
 
     TensorFlow 2.21: oneDNN's kernel for `BatchMatMulV2` writes beyond its memory for these shapes. The left side has
-    four axes, and the second has length 1. The right side is one matrix. It happens in graphs and eagerly. After
-    `tf.ones((9, 1, 8, 8)) @ tf.ones((8, 8))` a process dies sooner or later, or gets values such as 1e34.
+    four axes, and its second axis has length 1. The right side is one matrix. The error occurs in graphs and in eager
+    calls. After `tf.ones((9, 1, 8, 8)) @ tf.ones((8, 8))`, a process crashes sooner or later, or gets values such as
+    1e34. The replacement merges the first two axes of the left side.
 
-    Products with three or five axes are correct. `TF_ENABLE_ONEDNN_OPTS=0` also helps, but a step of ResNet-18 then
-    takes twice as long. There is no public way: `@` on tensors, `tf.matmul` and the gradients of both look up this
-    name.
+    Products with three or five axes are correct. `TF_ENABLE_ONEDNN_OPTS=0` also avoids the error, but a step of
+    ResNet-18 then takes twice as long. There is no public option: `@` on tensors, `tf.matmul` and the gradients of both
+    look up this private name.
     """
     original = gen_math_ops.batch_mat_mul_v2
     if hasattr(original, "__wrapped__"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaSteps(ShardSteps):
-    """Runs the steps of a model in each replica."""
+    """Runs the steps of a model on one replica's shard. The same object is traced for each replica."""
 
     def train(self, detail: Detail, batch: DeviceBatch) -> tuple[Any, ...]:
         """Runs one training step on the global batch.
@@ -45,7 +45,7 @@ class ReplicaSteps(ShardSteps):
         return tuple(fit_step(self, batch, detail))
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Computes the gradients of one pass. In a graph, micro-batches of one size call one function."""
+        """Computes the gradients of one pass. In a graph, micro-batches of the same size share one function."""
         # Several replicas cannot meet within a function.
         if one.total_rows is not None and self.strategy.split.num_replicas == 1 and not tf.executing_eagerly():
             return self._by_call(compute, one)
@@ -54,7 +54,7 @@ class ReplicaSteps(ShardSteps):
         return dense(tape.gradient(loss, self.model.trainable_weights)), global_batch, found
 
     def _by_call(self, compute: LossOfPass, one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Computes the gradients of a micro-batch with a function that stays one call in the graph."""
+        """Computes the gradients of a micro-batch with a function that TensorFlow does not inline into the graph."""
         (own,), num_rows = one.replicas, len(one.batch.indices)
 
         def differentiate(data: Structure, first_row: Tensor) -> tuple[list[Any], Any]:
@@ -74,7 +74,7 @@ class ReplicaSteps(ShardSteps):
         return gradients, global_batch, {}
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
-        """Makes a pass wait until the given gradients are computed.
+        """Makes a pass start only after the given gradients are computed.
 
         Otherwise TensorFlow would run all forward passes first, and keep all of their activations.
         """
@@ -83,7 +83,7 @@ class ReplicaSteps(ShardSteps):
         return one._replace(batch=DeviceBatch(data[0], data[1], data[2], one.batch.indices))
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """Averages gradients over the replicas, and sums `to_reduce` in the same collectives."""
+        """Averages gradients over the replicas, and sums `to_reduce` over the replicas in the same collectives."""
         from kerasdp.keras_compat.layers import is_next_value
 
         if self.strategy.split.num_replicas == 1:
@@ -101,7 +101,7 @@ class ReplicaSteps(ShardSteps):
         return take_apart if xla.has_gpus() else functools.cache(take_apart)
 
     def update(self, update: Callable[[], None]) -> None:
-        """Runs the optimizer's update. Where possible it updates all weights at once, within the replica."""
+        """Runs the optimizer's update. If possible, one call updates all weights within the replica context."""
         from kerasdp.keras_compat.optimizers import has_branches
 
         model = self.model
@@ -110,15 +110,15 @@ class ReplicaSteps(ShardSteps):
         elif self.strategy.split.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
             # Keras (3.15) leaves the replica context within one of two branches. TensorFlow has no graph for this.
             raise UserError(
-                "gradient_accumulation_steps and ema_overwrite_frequency: on TensorFlow with several devices, this "
-                f"{type(model.optimizer).__name__} does not support them; use --accumulate, or one device"
+                f"{type(model.optimizer).__name__} cannot use gradient_accumulation_steps or ema_overwrite_frequency "
+                "on TensorFlow with several devices; leave them out, use --accumulate, or use --gpus=1"
             )
         else:
             update()
 
     @contextlib.contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """Returns the context around a step of all replicas. The replicas are traced within it, in turns.
+        """Returns the context around a step of all replicas. TensorFlow traces the replicas one after the other.
 
         Args:
             name: the name of the step, such as `train_step`.
@@ -137,7 +137,7 @@ class ReplicaSteps(ShardSteps):
             yield
 
     def shard_of(self, batch: DeviceBatch) -> DeviceBatch:
-        """Returns this replica's shard of a batch."""
+        """Returns the shard of the replica that is being traced, from a batch with the shards of all replicas."""
         inputs, targets, sample_weight = own_shard(batch[:3])
         return DeviceBatch(inputs, targets, sample_weight, batch.indices)
 
@@ -151,9 +151,16 @@ class ReplicaSteps(ShardSteps):
         tf.distribute.get_replica_context().merge_call(build)
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
-        """Runs a user-defined step on this replica's shard. Returns Keras' logs and the records of a trial.
+        """Runs a user-defined step on this replica's shard.
 
-        `kerasdp.step.custom_steps.Share` describes these records. Without a trial there are no records.
+        Args:
+            name: the name of the step method, such as `train_step`.
+            batch: this replica's shard.
+            is_trial: whether the step is a trial, in which no optimizer changes anything.
+
+        Returns:
+            Keras' logs, and the records of a trial. See `kerasdp.step.custom_steps.Share` for these records. The list
+            of records is empty if `is_trial` is False.
         """
         from kerasdp.keras_compat.models import as_keras_gives, losses_of_whole_batch
         from kerasdp.step.custom_steps import run_on_shard
@@ -169,7 +176,7 @@ class ReplicaSteps(ShardSteps):
         return collectives.rank()
 
     def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Returns the largest value of each tensor element over the replicas. None stays None."""
+        """Returns the elementwise maximum of each tensor over the replicas. An entry that is None stays None."""
         own = [tensor for tensor in tensors if tensor is not None]
         if not own:
             return tensors
@@ -202,14 +209,18 @@ class ReplicaSteps(ShardSteps):
 
 
 def own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
-    """Returns the shard of a batch for the replica that is being traced."""
+    """Returns the shard of the replica that is being traced.
+
+    Args:
+        shards: the fields of a batch. Each field is a list with one shard per replica.
+    """
     return tuple(field[collectives.rank()] for field in shards)
 
 
 def updating_at_once() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which optimizers use `update_at_once` where they can, for a user-defined step.
+    """Returns a context in which the optimizers of a user-defined step use `update_at_once` where possible.
 
-    Gradients are made dense first.
+    The optimizers get dense gradients.
     """
     from kerasdp.keras_compat.layers import is_in_scope
     from kerasdp.keras_compat.optimizers import weights_of_optimizer, wrapped_apply
@@ -230,14 +241,15 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
 
 
 def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], None]) -> None:
-    """Runs `update` on this replica's copies of the variables. On GPUs it is one compiled operation.
+    """Runs `update` on this replica's copies of the variables. On GPUs, the update is one compiled operation.
 
-    Keras' optimizer (3.15) leaves the replica context with one call for each weight. This cannot be compiled.
+    Without this function, Keras' optimizer (3.15) leaves the replica context once for each weight. XLA cannot compile
+    an update that leaves this context.
 
     Args:
         optimizer: the optimizer that `update` calls.
         variables: the variables that `update` may change.
-        update: assigns new values to the variables.
+        update: a function that assigns new values to the variables.
     """
     import keras
 
@@ -265,10 +277,11 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
 
 
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether this step can update the given weights with `update_at_once`.
+    """Returns whether `update_at_once` can update the given weights in the current step.
 
-    The step must run as a graph. The optimizer, its learning rate schedule and the constraints must be classes of
-    Keras. The optimizer must not extend the methods that `update_at_once` replaces, as Nadam does.
+    The step must run as a graph. The optimizer, its learning rate schedule and the constraints of the weights must be
+    Keras classes. The optimizer must not override the methods that `update_at_once` replaces. For example, it must not
+    be Nadam, which overrides one of these methods.
     """
     from kerasdp.keras_compat import optimizers
     from kerasdp.keras_compat.layers import is_of_keras
@@ -280,9 +293,9 @@ def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
 
 
 def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that trains on several batches of one shape.
+    """Returns a function that trains on several batches of the same shape.
 
-    It returns their losses and learning rates, and the logs of the last batch.
+    The function returns the losses and learning rates of all steps, and the logs of the last step.
     """
 
     def run(num_rows: int, *batches: Any) -> tuple[Any, ...]:
@@ -327,7 +340,14 @@ class Graphs:
         self._graphs: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, step: Callable[..., Any], data: Sequence[Any], jit_compile: bool | None) -> Any:
-        """Runs the graph with this key. The first call with a key makes the graph of `step`, for data of this kind."""
+        """Runs the graph for one kind of batch. The first call for this kind traces `step`.
+
+        Args:
+            key: identifies the kind of batch.
+            step: the function to trace.
+            data: the arguments of `step`.
+            jit_compile: whether XLA compiles the graph. None: TensorFlow chooses.
+        """
         leaves = tf.nest.flatten(data)
         tensors = [leaf for leaf in leaves if leaf is not None]
         if key in self._graphs:
@@ -349,5 +369,5 @@ class Graphs:
 
 
 def kind_of(data: Structure) -> Hashable:
-    """Returns the shapes and dtypes of the tensors in a structure, with None where there is no tensor."""
+    """Returns the shape and dtype of each leaf of a structure. A leaf that is None stays None."""
     return tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data))

@@ -1,4 +1,4 @@
-"""Compiles functions of many small TensorFlow operations with XLA, where that pays off."""
+"""Compiles functions of many small TensorFlow operations with XLA, if the compiled functions are faster."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +14,17 @@ def has_gpus() -> bool:
 def may_compile() -> bool:
     """Returns whether XLA may compile the code that is being traced.
 
-    It may on GPUs, and also with `jit_compile=True`, which needs a single replica.
+    On GPUs, XLA may always compile code. On the CPU, XLA may compile code only with `jit_compile=True`, which needs a
+    single replica.
     """
     return has_gpus() or tf.distribute.get_strategy().num_replicas_in_sync == 1
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function with XLA, even if the step around it is not compiled.
+    """Compiles a function with XLA, even if the step that calls the function is not compiled.
 
-    There each operation would cost 5 microseconds. An eager call is not compiled, because that takes a tenth of a
-    second for each shape and device.
+    Without XLA, each operation of the function would cost 5 microseconds in this step. Eager calls are not compiled,
+    because compilation takes a tenth of a second for each shape and device.
     """
 
     def without_int32(*args: Any) -> Any:
@@ -38,20 +39,21 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_on_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function that makes few passes over its data, if there are GPUs.
+    """Compiles a function with XLA if there are GPUs, so that the function makes few passes over its data.
 
-    On the CPU (TensorFlow 2.21) XLA's code has one thread, and allocates memory for its outputs in addition to its
-    inputs. Compiling takes seconds. For a convnet on two devices it took 4 s before the first step, and 130 MiB. The
-    steps were not faster.
+    On the CPU, the function is not compiled. Code of XLA (TensorFlow 2.21) runs in one thread there, and allocates
+    memory for its outputs in addition to its inputs. Compilation takes seconds. For a convnet on two devices, it took 4
+    s before the first step, and 130 MiB. The steps were not faster.
     """
     by_xla = compiled(function)
     return lambda *args: (by_xla if has_gpus() else function)(*args)
 
 
 def _each(values: Any, dtype: tf.DType, other: tf.DType) -> Any:
-    """Bitcasts all tensors of one type to another type of the same size.
+    """Bitcasts all tensors of one dtype to another dtype of the same size. Leaves all other values unchanged.
 
-    TensorFlow (2.21) keeps int32 results of functions in host memory on GPUs, but XLA makes them on the device.
+    On GPUs, TensorFlow (2.21) keeps int32 results of functions in host memory, but XLA creates these results on the
+    device. So compiled functions return uint32 instead of int32.
     """
 
     def bitcast(each: Any) -> Any:

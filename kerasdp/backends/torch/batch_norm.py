@@ -1,4 +1,4 @@
-"""Computes fused batch norm for training on torch, over one replica's rows or over the global batch."""
+"""Computes fused batch norm for training on torch, over the rows of one replica or of the global batch."""
 
 from typing import Any
 
@@ -18,21 +18,22 @@ def normalize(
     gather: Any = None,
     weight: float = 1.0,
 ) -> tuple[Any, Any, Any]:
-    """Normalizes `x` like Keras' batch norm layer on torch (3.15), in a fused function.
+    """Normalizes `x` for training like Keras' batch norm layer on torch (3.15), in one fused function.
 
-    On GPUs it uses torch's kernel if `gather` is None. On CPUs it does not: torch's kernel (2.13) sums images with
-    channels last value by value. Mean, variance and gradients of 61 images of 28x28 then have errors of 1e-5. Here the
-    errors are 2e-7. In a captured step, which Inductor fuses, they are 2e-6.
+    On GPUs, the function uses torch's kernel if `gather` is None. On CPUs, it never does, because torch's kernel (2.13)
+    is less exact: for images with channels last, the kernel sums one value after the other. The kernel's mean, variance
+    and gradients of 61 images of 28x28 have errors of 1e-5. The errors of this function are 2e-7. In a captured step,
+    which Inductor fuses, they are 2e-6.
 
     Args:
-        x: a tensor with at least two axes. float16 and bfloat16 are computed in float32.
+        x: a tensor with at least two axes. float16 and bfloat16 values are computed in float32.
         axis: the index of the channel axis, counted from 0.
         scale: a tensor of shape `(channels,)`, or None.
         offset: a tensor of shape `(channels,)`, or None.
         epsilon: the value that is added to the variance.
-        num_rows: the number of rows that are not padding. None: all rows.
-        gather: `ReplicaContext.gather`, to use mean and variance of all replicas. Gradients of gradients then raise an
-            error.
+        num_rows: the number of rows before the padding rows, or None if `x` has no padding.
+        gather: `ReplicaContext.gather`, or None. With `gather`, mean and variance are computed over all replicas.
+            Gradients of gradients then raise an error.
         weight: `ReplicaContext.weight`.
 
     Returns:
@@ -45,9 +46,10 @@ def normalize(
 
 
 def normalize_natively(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tuple[Any, Any, Any]:
-    """Normalizes `x` with torch's kernels. On a GPU they take two passes, where `_Normalize` takes ten.
+    """Normalizes `x` with torch's kernels. `x` must have at least one row.
 
-    `x` must have rows. `normalize` describes the arguments and results.
+    On a GPU, these kernels make two passes over the data. `_Normalize` makes ten passes. See `normalize` for the
+    arguments and results.
     """
     is_flat = x.dim() not in (4, 5) and axis == x.dim() - 1
     # With four or five axes, channels that lie last are a memory format of torch's; with two they lie last anyway.
@@ -139,7 +141,10 @@ class _NormalizeTogether(_Normalize):
 
 
 def _centered(x: Any, others: list[int]) -> tuple[Any, Any, Any]:
-    """Returns a tensor minus its mean, the mean, and the variance. Without rows, all values are zero."""
+    """Returns a tensor minus its mean, then the mean and the variance. They are zero if the tensor has no rows.
+
+    `others` are the axes over which the mean and the variance are computed.
+    """
     if x.numel() == 0:
         nothing = x.sum(others, keepdim=True)
         return x, nothing, nothing

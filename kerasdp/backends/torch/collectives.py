@@ -18,16 +18,16 @@ from kerasdp.processes.ranks import Processes
 
 
 def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Stacks the tensors of all ranks of a group along a new first axis."""
+    """Gathers one tensor from each rank of a group, and stacks the tensors along a new first axis."""
     if group is None and fits_sockets(tensor):
         return gather_by_sockets(tensor)
     return gather_by_group(tensor, group)
 
 
 def gather_by_group(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Stacks the tensors of all ranks of a group with NCCL or Gloo, never through sockets.
+    """Gathers one tensor from each rank with NCCL or Gloo, and stacks the tensors along a new first axis.
 
-    Graph passes recognize this gather in a captured step.
+    The function never uses sockets. In a captured step, graph passes can find this gather.
     """
     tensor = tensor.contiguous()
     if is_being_captured(tensor):  # a step is being captured: the functional form
@@ -46,7 +46,10 @@ def gather_by_group(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def sum_over_ranks(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """Sums each tensor over the ranks of a group, with one all-reduce per dtype. Sparse tensors become dense."""
+    """Sums each tensor over the ranks of a group, with one all-reduce per dtype.
+
+    The sums of sparse tensors are dense.
+    """
     sums: list[torch.Tensor] = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
     for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
         places = [place for place, tensor in enumerate(sums) if tensor.dtype == dtype]
@@ -58,39 +61,41 @@ def sum_over_ranks(tensors: list[torch.Tensor], group: Any = None) -> list[torch
 
 
 def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = None) -> torch.Tensor:
-    """Concatenates the rows of all ranks of a group. Differentiable.
+    """Gathers the rows of all ranks of a group into one tensor. The function is differentiable.
 
     Args:
         rows: this rank's rows. Each rank has the same number of rows.
-        group: the process group. None: all ranks.
-        factor: the gradient of `rows` is multiplied by this factor. None: the number of ranks, for gradients that are
-            averaged over the ranks.
+        group: the process group, or None for all ranks.
+        factor: the factor by which the gradient of `rows` is multiplied. None means the number of ranks, which is right
+            for gradients that are averaged over the ranks.
     """
     return _GatherRows.apply(rows, group, dist.get_world_size(group) if factor is None else factor)
 
 
 def gather_statistics(statistics: torch.Tensor, group: Any = None, weight: float = 1.0) -> torch.Tensor:
-    """Stacks a tensor of all ranks. The gradient of a rank's tensor is the sum of its gradients on all ranks.
+    """Gathers one tensor from each rank, and stacks the tensors along a new first axis.
+
+    The function is differentiable. The gradient of a rank's tensor is the sum of the gradients that all ranks compute
+    for this tensor.
 
     Args:
         statistics: this rank's tensor.
-        group: the process group. None: all ranks.
-        weight: the weight of this rank's gradients when gradients are averaged over the ranks. The mean weight of all
-            ranks is 1.
+        group: the process group, or None for all ranks.
+        weight: this rank's weight in the average of the gradients over the ranks. The mean of all weights is 1.
     """
     return _GatherStatistics.apply(statistics, group, weight)
 
 
 def sum_gradients(gradient: torch.Tensor, gather: Any, weight: float) -> torch.Tensor:
-    """Stacks the gradients of all ranks, each multiplied by its rank's weight and divided by this rank's weight.
+    """Gathers the gradients of all ranks, and stacks the gradients along a new first axis.
 
-    A later weighted average over the ranks multiplies by this rank's weight again.
+    Each gradient is multiplied by the weight of its rank, and divided by the weight of this rank. The division cancels
+    this rank's weight in a later weighted average over the ranks.
 
     Args:
         gradient: this rank's gradient of a value that all ranks share.
-        gather: stacks the gradients of all ranks.
-        weight: the weight of this rank in the average. It is 0 if the rank has no rows. Its gradients are then not
-            used.
+        gather: a function that gathers a tensor of each rank, and stacks these tensors.
+        weight: this rank's weight in the average. A rank without rows has weight 0, and its gradients are not used.
     """
     if weight == 1.0:
         return gather(gradient)
@@ -126,11 +131,12 @@ _MOST_BYTES = 2**16
 
 
 class _Sockets:
-    """Holds one connection to each other process of a run on one machine. All processes create it together.
+    """Holds one socket connection to each other process of a run on one machine.
 
-    Gloo (torch 2.13) hands each message to a separate thread. If processes share cores, this thread waits for its turn.
-    During a computation, gathering 144 bytes takes 1.1 ms with two processes on two cores, and 4 ms with four. With
-    sockets, the computing thread reads the messages itself: 0.04 ms and 0.6 ms.
+    All processes create this object together. Gloo (torch 2.13) passes each message to a separate thread. If processes
+    share cores, this thread waits for a free core. Gathering 144 bytes during a computation then takes 1.1 ms with two
+    processes on two cores, and 4 ms with four processes. With sockets, the computing thread reads the messages itself.
+    The gather then takes 0.04 ms with two processes, and 0.6 ms with four processes.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -155,11 +161,15 @@ class _Sockets:
         processes.all_gather_object(None)  # all are connected, with room for messages
 
     def gather(self, own: np.ndarray, tag: int) -> np.ndarray:
-        """Returns the bytes that all ranks send with this tag, one row per rank.
+        """Gathers the bytes of all ranks into an array with one row per rank.
 
         Args:
             own: the bytes of this rank. Each rank sends the same number of bytes.
-            tag: a number that is the same on all ranks.
+            tag: a number that identifies this gather. All ranks pass the same number.
+
+        Raises:
+            ConnectionError: if another rank has closed its connection.
+            RuntimeError: if another rank passes a different tag.
         """
         message = tag.to_bytes(8) + own.tobytes()
         for connection in self.others.values():
@@ -170,9 +180,9 @@ class _Sockets:
             try:
                 received = connection.recv_bytes()
             except EOFError:
-                raise ConnectionError(f"rank {rank} has closed its connection") from None
+                raise ConnectionError(f"rank {rank} has ended; its output shows the reason") from None
             if received[:8] != message[:8]:
-                raise RuntimeError(f"rank {rank} and rank {self.rank} gather different tensors")
+                raise RuntimeError(f"ranks {rank} and {self.rank} compiled different steps; use --compile=off")
             gathered[rank] = np.frombuffer(received, np.uint8, offset=8)
         return gathered
 
@@ -181,20 +191,20 @@ _sockets: _Sockets | None = None
 
 
 def connect_sockets(processes: Processes) -> None:
-    """Connects the processes of a run on one machine. Each process calls it."""
+    """Connects the processes of a run on one machine with sockets. Each process must call this function."""
     global _sockets
     _sockets = _Sockets(processes)
 
 
 def fits_sockets(tensor: torch.Tensor) -> bool:
-    """Returns whether `gather_by_sockets` can gather this tensor. The answer is the same on all ranks."""
+    """Returns whether `gather_by_sockets` can gather this tensor. The result is the same on all ranks."""
     return _sockets is not None and tensor.device.type == "cpu" and 0 < tensor.nbytes <= _MOST_BYTES
 
 
 def gather_by_sockets(tensor: torch.Tensor) -> torch.Tensor:
-    """Stacks the tensors of all ranks along a new first axis, through sockets. Not differentiable.
+    """Gathers one CPU tensor from each rank through sockets, and stacks the tensors along a new first axis.
 
-    `fits_sockets` must have returned True for the tensor.
+    The function is not differentiable. `fits_sockets` must have returned True for the tensor.
     """
     return torch.ops.kerasdp.gather(tensor.detach().contiguous(), 0, cast(_Sockets, _sockets).size)
 

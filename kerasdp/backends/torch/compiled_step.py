@@ -1,8 +1,8 @@
-"""Captures each step of `fit`, `evaluate` and `predict` as one graph on torch, and compiles it with Inductor.
+"""Captures each step of `fit`, `evaluate` and `predict` as one graph on torch, and compiles the graph with Inductor.
 
-The graph of a training step holds the forward pass, the loss, the gradients, their average over the replicas, the
-update and the metrics. No Python code runs between these operations. Keras (3.15) runs layers eagerly on torch, or uses
-`torch.compile` with a graph break at each layer. Both are slower.
+The graph of a training step contains the forward pass, the loss, the gradients, their average over the replicas, the
+update and the metrics. No Python code runs between these operations. Without this module, Keras (3.15) runs layers
+eagerly on torch, or uses `torch.compile` with a graph break at each layer. Both ways are slower.
 """
 
 import abc
@@ -56,23 +56,23 @@ _MOST_GRAPHS = 8
 
 
 class CompiledStep(abc.ABC):
-    """Compiles one step of one model: one graph for each kind of batch (shapes and dtypes).
+    """Compiles one step of a model. Each kind of batch, with its shapes and dtypes, gets a separate graph.
 
     Attributes:
         name: the name of the step: `train`, `test` or `predict`.
         variables: the variables that the step reads or changes.
-        reason: why the next kind of batch gets no graph. Empty: it may get one.
+        reason: the reason why no more graphs are made, or an empty string while more graphs may be made.
     """
 
     def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any], parts: Any = None):
-        """Runs once for each compiled model.
+        """Stores the variables and their tensors. No graph is made yet. Each compiled model needs a new object.
 
         Args:
             strategy: the strategy of the run.
             steps: the uncompiled steps of the model.
-            name: see `CompiledStep`.
-            variables: see `CompiledStep`.
-            parts: the sharded variables. None: nothing is sharded.
+            name: the name of the step: `train`, `test` or `predict`.
+            variables: the variables that the step reads or changes.
+            parts: the sharded variables, or None if no variables are sharded.
         """
         from kerasdp.keras_compat.layers import raw_value
 
@@ -85,7 +85,7 @@ class CompiledStep(abc.ABC):
 
     @abc.abstractmethod
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
-        """Runs the step on this process's rows. It changes `values` in place, and no variable.
+        """Runs the step on this process's rows. Changes the tensors in `values` in place, and changes no variable.
 
         Args:
             values: the values of the variables.
@@ -94,33 +94,37 @@ class CompiledStep(abc.ABC):
         """
 
     def kind(self) -> Any:
-        """Returns a key of the weights that are trained now. None: the step does not train.
+        """Returns a key that identifies the weights that are trainable now, or None if the step does not train.
 
-        On torch, Keras freezes a layer at once, with or without `compile`.
+        On torch, Keras freezes a layer immediately, without another call of `compile`.
         """
         return self.weights.key() if self.name == "train" else None
 
     def uncompiled(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
-        """Runs the step operation by operation, without a graph."""
+        """Runs the step eagerly, without a graph."""
         self.kind()  # raises for weights that the optimizer does not know
         return self.step(self.values, batch, detail)
 
     def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Any:
-        """Returns the scope in which variables have the given values during a step. See `Parts.scope`."""
+        """Returns a stateless scope in which the variables have the given values.
+
+        See `kerasdp.scale.torch_shards.Parts.scope` for sharded variables.
+        """
         import keras
 
         return keras.StatelessScope(values, collect_losses=True) if self.parts is None else self.parts.scope(values)
 
     def write(self, values: list[torch.Tensor], scope: Any) -> None:
-        """Copies the values that were assigned in a scope into `values`.
+        """Copies the values that a step assigned in a scope to the tensors in `values`.
 
         Raises:
-            ValueError: if the scope assigned to variables that are not the model's. The graph would lose these values.
+            ValueError: if the step assigned to variables that do not belong to the model. A graph would lose their
+                values.
         """
         if unknown := scope.state_mapping.keys() - {id(variable) for variable in self.variables}:
             raise ValueError(
-                f"the step assigns to {len(unknown)} variables that are not the model's, for example the seed of a "
-                "keras.random call without a SeedGenerator"
+                f"the step changes {len(unknown)} variables that do not belong to the model, for example the seed of a "
+                "keras.random call without a SeedGenerator; make them attributes of the model"
             )
         changed = [
             (variable, value, detached(new))
@@ -131,7 +135,7 @@ class CompiledStep(abc.ABC):
             value.copy_(new)
 
     def __call__(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
-        """Runs the compiled step on a batch. Returns its result, or None if the step cannot be compiled."""
+        """Runs the compiled step on a batch. Returns the result of the step, or None if the step cannot be compiled."""
         import keras
 
         parts = keras.tree.flatten(tuple(batch[:3]))
@@ -150,9 +154,12 @@ class CompiledStep(abc.ABC):
         return _filled(result, found)
 
     def _compile(self, key: Any, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]) -> None:
-        """Compiles the step for a kind of batch on all ranks. Sets `reason` if a rank cannot compile it."""
+        """Compiles the step for one kind of batch, on all ranks together.
+
+        If any rank cannot compile the step, this method sets `reason` on all ranks, and no rank uses the graph.
+        """
         if len(self.graphs) == _MOST_GRAPHS:
-            self._give_up(f"at most {_MOST_GRAPHS} shapes of batches are compiled")
+            self._give_up(f"more than {_MOST_GRAPHS} shapes of batches occur; pad batches to fewer shapes")
             return
         reason, any_rank, begun = "", self.strategy.processes.any_rank, time.monotonic()
         try:
@@ -162,7 +169,7 @@ class CompiledStep(abc.ABC):
             # The gradient of cuDNN's kernel for LSTM and GRU needs its buffer of weights, which a capture (torch 2.13)
             # does not know. The kernel is as fast as a graph of all time steps.
             if "weight_buf" in str(error):
-                reason = f"a recurrent layer of {self.model.name} uses cuDNN's kernel, which a graph cannot hold"
+                reason = f"a recurrent layer of {self.model.name} uses cuDNN's kernel, which a graph cannot contain"
         # The time that Inductor (torch 2.13) takes on CPUs for nets of 2 to 24 blocks, with an empty cache.
         watchdog.current.seconds_to_compile = 20 + 14 * (time.monotonic() - begun)
         if any_rank(bool(reason)):  # otherwise ranks with different kinds of steps would wait for each other
@@ -175,22 +182,23 @@ class CompiledStep(abc.ABC):
         except Exception as error:
             reason = in_a_line(error, 0)
         if any_rank(bool(reason)):
-            self._give_up(f"the step cannot be compiled ({reason or 'on another rank'})")
+            self._give_up(f"Inductor cannot compile the step: {reason or 'see the error of another rank'}")
             return
         self.graphs[key] = compiled, result
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         if self.strategy.processes.rank == 0:
-            report.warn(f"{reason}: {self.name} runs without --compile, which is slower")
+            report.warn(f"--compile: {self.name} steps are not compiled, which is slower, because {reason}")
 
     def _captured(
         self, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]
     ) -> tuple[torch.fx.GraphModule, Any]:
-        """Captures the step as a graph. Its inputs are the values of the variables and the given leaves of the batch.
+        """Captures the step as a graph. The graph's inputs are the variables' values, then the leaves of the batch.
 
         Returns:
-            The graph, which returns its tensors as a flat tuple, and the structure of the step's result.
+            The graph and the structure of the step's result. The graph returns the tensors of this result as a flat
+            tuple.
         """
         import keras
 
@@ -198,7 +206,7 @@ class CompiledStep(abc.ABC):
 
         for layer in all_layers(self.model):  # whose weights are torch parameters, not Keras variables
             if isinstance(layer, keras.layers.TorchModuleWrapper):
-                raise ValueError(f"{layer.name} wraps a torch.nn.Module")
+                raise ValueError(f"{layer.name} wraps a torch.nn.Module; use a Keras layer instead")
 
         num_values = len(self.values)
         results = list[Any]()
@@ -230,12 +238,15 @@ class CompiledStep(abc.ABC):
         if left and not self.graphs and self.strategy.processes.rank == 0:
             report.warn(
                 f"each compiled step of {self.model.name} waits for the CPU because of {', '.join(dict.fromkeys(left))}"
-                ": make tensors with keras.ops, which computes on the GPU"
+                ", which runs there; create tensors with keras.ops, which runs on the GPU"
             )
 
 
 class CompiledTraining(CompiledStep):
-    """Compiles training steps of a model. Each returns loss, learning rate, Keras' logs and recorded values."""
+    """Compiles training steps of a model.
+
+    Each step returns the loss, the learning rate, Keras' logs and the recorded values.
+    """
 
     def __init__(self, strategy: Any, steps: RankSteps, parts: Any = None):
         super().__init__(strategy, steps, "train", all_variables(steps.model), parts)
@@ -250,11 +261,12 @@ class CompiledTraining(CompiledStep):
 
 
 class RankInGraph(RankSteps):
-    """Runs one training step on given values of the variables. A scope holds the values that the step assigns.
+    """Runs one training step on tensors that replace the values of the variables. A scope holds the assigned values.
 
     Attributes:
-        begun: pairs of a variable and its value at the start. The values of trained weights are leaves of the gradient.
-        scope: the scope of the step. The caller sets it.
+        begun: pairs of a variable and its value at the start of the step. The step computes gradients with respect to
+            the values of the trainable weights.
+        scope: the scope of the step. The caller sets this attribute.
     """
 
     scope: Any
@@ -278,7 +290,10 @@ class RankInGraph(RankSteps):
         self._buckets = GradientBuckets(self.strategy.split.num_replicas, own, self.parts)
 
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
-        """Computes the gradients of one pass. With a single pass, each gradient is sent as soon as it is computed."""
+        """Computes the gradients of one pass.
+
+        If the step has a single pass, each gradient is sent to the other ranks as soon as it is computed.
+        """
         from kerasdp.keras_compat.layers import InnerScope
 
         variables = self.model.trainable_weights
@@ -294,7 +309,7 @@ class RankInGraph(RankSteps):
         return gradients, global_batch, found
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, torch.Tensor]) -> Callable[[], Received]:
-        """Averages gradients over the replicas and sums `to_reduce`. See `Replica.all_reduce`."""
+        """Averages gradients over the replicas, and sums `to_reduce` over the replicas. See `Replica.all_reduce`."""
         variables = self.model.trainable_weights
         if not self._buckets.has_hooks:
             self._buckets.take({id(variable): gradient for variable, gradient in zip(variables, gradients)})
@@ -305,11 +320,11 @@ class RankInGraph(RankSteps):
         return lambda: received
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gathers the gradients of sharded weights. Other gradients are returned as given."""
+        """Gathers the gradients of sharded weights. The gradients of all other weights are returned unchanged."""
         return gradients if self.parts is None else self.parts.whole_gradients(gradients)
 
     def update(self, update: Callable[[], None]) -> None:
-        """Runs the optimizer's update. With sharded variables, this rank updates only its shards."""
+        """Runs the optimizer's update. If variables are sharded, this rank updates only its shards."""
         from kerasdp.keras_compat.layers import InnerScope
 
         optimizer, scope = self.model.optimizer, self.scope
@@ -351,7 +366,7 @@ class CompiledOwnStep(CompiledStep):
 
 
 class CompiledEvaluation(CompiledStep):
-    """Compiles steps of `evaluate` or `predict`: the method `test` or `predict` of `RankSteps`."""
+    """Compiles steps of `evaluate` and `predict`: the methods `test` and `predict` of `RankSteps`."""
 
     def __init__(self, strategy: Any, steps: RankSteps, name: str, parts: Any = None):
         model = steps.model
@@ -369,7 +384,7 @@ class CompiledEvaluation(CompiledStep):
 
 
 def inductor_options(strategy: Any) -> dict[str, bool]:
-    """Returns the options of Inductor (torch 2.13)."""
+    """Returns the options of Inductor (torch 2.13) for the steps of a strategy."""
     # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
     options = {"layout_optimization": False}
     if strategy.is_gpu and (strategy.split.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
@@ -384,9 +399,10 @@ def inductor_options(strategy: Any) -> dict[str, bool]:
 
 
 def _filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Replaces the leaves of a structure by tensors, in the order of `keras.tree.flatten`. None stays None.
+    """Replaces the leaves of a structure by tensors, in the order of `keras.tree.flatten`. None leaves stay None.
 
-    `keras.tree.map_structure` (3.15) visits a dictionary in another order.
+    `keras.tree.map_structure` (3.15) is no alternative, because it visits the entries of a dictionary in another order
+    than `keras.tree.flatten`.
     """
     import keras
 
@@ -411,15 +427,16 @@ _TO_REDUCE = 0
 
 
 class GradientBuckets:
-    """Averages gradients over replicas in buckets, while the backward pass runs."""
+    """Averages gradients over the replicas in buckets, while the backward pass runs."""
 
     def __init__(self, num_replicas: int, own: set[int], parts: Any = None):
-        """Starts with empty buckets.
+        """Creates empty buckets.
 
         Args:
             num_replicas: the number of replicas in the run.
-            own: the `id`s of variables whose gradients are not averaged.
-            parts: the sharded variables. Their gradients are averaged into shards. None: nothing is sharded.
+            own: the `id`s of the variables whose gradients are not averaged.
+            parts: the sharded variables, or None if no variables are sharded. Each rank gets only its shard of their
+                averaged gradients.
         """
         self.num_replicas, self.own, self.parts, self.has_hooks = num_replicas, own, parts, False
         # Tensors that wait to be sent, with the `id` of their variable: gradients of sharded variables, and all others.
@@ -428,17 +445,21 @@ class GradientBuckets:
         self.sent: list[tuple[Sequence[int], Callable[[], list[torch.Tensor]]]] = []
 
     def register_hooks(self, leaves: dict[int, torch.Tensor]) -> None:
-        """Registers a hook on each leaf, so that the backward pass adds each gradient as soon as it is computed.
+        """Registers a hook on each leaf tensor. The hook adds the gradient to a bucket as soon as it is computed.
 
-        The buckets keep no reference to the leaves. The hooks refer to the buckets, and a reference cycle would keep
-        gradients until Python's garbage collector runs.
+        The buckets keep no reference to the leaf tensors, because the hooks of these tensors refer to the buckets. A
+        reference cycle would keep gradients in memory until Python's garbage collector runs.
         """
         self.has_hooks = True
         for key, leaf in leaves.items():
             leaf.register_hook(lambda gradient, key=key: self.take({key: gradient}))
 
     def take(self, gradients: dict[int, torch.Tensor | None]) -> None:
-        """Adds gradients, by the `id` of their variable, to the buckets. Sends each bucket that is full."""
+        """Adds gradients to the buckets, and sends each bucket that is full.
+
+        Args:
+            gradients: the gradients, by the `id` of their variable. None: the variable has no gradient.
+        """
         for key, gradient in gradients.items() if self.num_replicas > 1 else ():
             if gradient is None or key in self.own:
                 continue
@@ -470,9 +491,10 @@ class GradientBuckets:
     def mean(
         self, gradients: list[torch.Tensor | None], variables: list[Any], to_reduce: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Returns the averaged gradients of the given variables, and the sum of `to_reduce`.
+        """Returns the averaged gradients of the given variables, and the sum of `to_reduce` over the replicas.
 
-        `to_reduce` is sent together with the last gradients, because each collective waits for all ranks.
+        The last bucket of gradients contains `to_reduce`, too. A separate collective for `to_reduce` would wait once
+        more for all ranks.
         """
         if self.num_replicas == 1:
             return gradients, to_reduce
@@ -486,6 +508,6 @@ class GradientBuckets:
 
 
 def _sums(sent: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Waits for the sum of concatenated tensors, and splits it into tensors of the original shapes."""
+    """Waits for the sum of concatenated tensors over the replicas. Splits the sum into the shapes of these tensors."""
     parts = wait(sent).split([tensor.numel() for tensor in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors)]

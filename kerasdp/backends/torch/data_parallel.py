@@ -32,14 +32,13 @@ class DataParallel(TorchStrategy):
     """Trains one replica of the model in each process. Implements `kerasdp.contract.Strategy`.
 
     Attributes:
-        statistics_group: the process group in which batch norms exchange statistics. None: the default group of the
-            run.
+        statistics_group: the process group in which batch norms exchange statistics, or None for the default group.
     """
 
     statistics_group: Any = None
 
     def __init__(self, devices: Devices, config: Config):
-        """Joins the process group. It must run before Keras is imported."""
+        """Joins the process group of the run. Keras must not be imported yet."""
         super().__init__(devices, config)
         self.split = Split(devices.count, (self.processes.rank, devices.count))
 
@@ -48,14 +47,17 @@ class DataParallel(TorchStrategy):
         return self.put_batch(batch)
 
     def parts_of(self, model: Any) -> Any:
-        """Returns the sharded variables of a model, as `kerasdp.scale.torch_shards.Parts`. None: nothing is sharded."""
+        """Returns the sharded variables of a model, or None if the strategy shards no variables.
+
+        Here the result is always None. Subclasses return a `kerasdp.scale.torch_shards.Parts`.
+        """
         return None
 
     def open_statistics_group(self, model: Any) -> None:
         """Creates a process group for batch norm statistics, if the model has synchronized batch norms.
 
-        NCCL sends the messages of one group in order. In the default group, statistics would queue after up to 25 MiB
-        of gradients. The next layer would wait for them.
+        NCCL sends the messages of one group in order. In the default group, statistics would wait for up to 25 MiB of
+        gradients, and the next layer would wait for the statistics.
         """
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.same.layers import BatchNormalization
@@ -69,7 +71,8 @@ class DataParallel(TorchStrategy):
 
         Args:
             model: a built Keras model.
-            run_state: holds the number of steps and the batch size. They decide whether compiling pays off.
+            run_state: the state of the run. Its number of steps and its batch size determine whether steps are
+                compiled.
         """
         from kerasdp.backends.torch.compiled_step import CompiledOwnStep, CompiledTraining
 
@@ -121,7 +124,14 @@ class DataParallel(TorchStrategy):
     def _evaluation_function(
         self, name: str, run_state: RunState, steps: RankSteps, parts: Any
     ) -> Callable[[DeviceBatch], Any]:
-        """Makes the function that runs `test` or `predict` on a batch."""
+        """Makes the function that evaluates a batch, or predicts for a batch.
+
+        Args:
+            name: the method of `RankSteps` that the function runs: `test` or `predict`.
+            run_state: the state of the run.
+            steps: the uncompiled steps of the model.
+            parts: the sharded variables, or None if no variables are sharded.
+        """
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
 
         compiled: CompiledEvaluation | None = None
@@ -167,14 +177,15 @@ class DataParallel(TorchStrategy):
         batch: DeviceBatch,
         seen: collections.Counter[Any],
     ) -> bool:
-        """Returns whether a step is compiled. The step of a batch that is not full is never compiled.
+        """Returns whether the step for a batch is compiled. The step for an incomplete batch is never compiled.
 
         Args:
             model: the model of the step.
-            num_steps: the expected number of steps. None: unknown.
-            batch_size: the number of rows in a full batch.
+            num_steps: the expected number of steps, or None if this number is unknown.
+            batch_size: the number of rows in a complete batch.
             batch: the batch of the step.
-            seen: counts batches by shape if `num_steps` is None. The counts are the same on all ranks.
+            seen: the number of earlier batches of each shape. The method updates `seen` if `num_steps` is None. The
+                content of `seen` is the same on all ranks.
         """
         choice, enough = self.config.compile, _WORTH_COMPILING[self.device.type]
         if model.run_eagerly or choice == "off" or len(batch.indices) != batch_size:
@@ -189,10 +200,11 @@ class DataParallel(TorchStrategy):
         return seen[shapes] > enough and not self.config.deterministic
 
     def _steps_to_compile(self, run_state: RunState) -> int | None:
-        """Returns the number of steps that decides whether compiling pays off. None: unknown.
+        """Returns the number of training steps for which compiling must pay off, or None if this number is unknown.
 
-        These are the steps that this process runs. With --deterministic they are all steps of the run. So a resumed run
-        decides as the first run did, and the results do not differ by rounding errors.
+        Without --deterministic, these are the steps that this process will run. With --deterministic, they are all
+        steps of the run, including the steps before a resume. So a resumed run compiles its steps if the first run did,
+        and both runs have the same rounding errors.
         """
         if run_state.num_steps is None or self.config.deterministic:
             return run_state.num_steps

@@ -49,10 +49,11 @@ _KERAS_DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
-    """Chooses the devices of a run. It does not start CUDA, so worker processes can still be started.
+    """Chooses the devices of a run. The function does not initialize CUDA, so worker processes can still be started.
 
     Raises:
-        AlreadyStartedError: if the run uses this process, and Keras already creates tensors on another kind of device.
+        AlreadyStartedError: if the run uses this process, and Keras is already imported with another kind of device.
+        UserError: if `num_devices` differs from the number of processes that a launcher started on this machine.
     """
     # `device_count` also counts GPUs of a driver that is too old for torch's CUDA.
     num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -60,9 +61,8 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if config.num_devices not in (None, num_ranks):
             raise UserError(
-                f"--gpus: expected {num_ranks}, because {cluster.source} starts {num_ranks} processes on this machine, "
-                f"one per device. Received: {config.num_devices}; leave --gpus out, and let {cluster.source} start "
-                "one process per device"
+                f"--gpus: expected {num_ranks}, one for each process on this machine ({cluster.source}). "
+                f"Received: {config.num_devices}; leave out --gpus, and start one process per device"
             )
         num_found = min(num_found, 1)
     devices = choose_devices(config, num_found, cluster=cluster, is_rank=cluster is not None)
@@ -70,20 +70,23 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         devices = dataclasses.replace(devices, reason="Apple's GPU, mps, is not used: nobody has tried kerasdp on it")
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
     if (cluster or devices.count == 1) and "keras" in sys.modules and wanted != known:
-        raise AlreadyStartedError(f"Keras is already imported, and uses torch's device {known}")
+        raise AlreadyStartedError(f"Keras is already imported with device {known}, not {wanted}; call kerasdp first")
     return devices
 
 
 def _keras_device() -> str:
-    """Returns the kind of torch device on which Keras works. Keras (3.15) chooses it once, when it is imported."""
+    """Returns the kind of torch device that Keras uses: `cuda`, `mps` or `cpu`.
+
+    Keras (3.15) chooses its device once, when Keras is imported.
+    """
     found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     return (os.environ.get("KERAS_TORCH_DEVICE") or found).partition(":")[0]
 
 
 def device_of_process(devices: Devices, config: Config) -> torch.device:
-    """Returns this process's device, and makes it the default of torch and Keras.
+    """Selects this process's device, and makes it the default device of torch and Keras. Returns the device.
 
-    It must run before Keras is imported.
+    Keras must not be imported yet.
     """
     if config.deterministic:
         # Only algorithms with bit-equal results each time. Where there is none, torch raises an error
@@ -118,7 +121,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _folder_of_run() -> str:
-    """Returns a folder that no other user can enter. It is deleted when the run ends."""
+    """Returns a folder that no other user can access. The folder is deleted when the run ends."""
     worker = outcome.current
     return _temporary_folder().name if worker is None else worker.folder
 
@@ -126,7 +129,8 @@ def _folder_of_run() -> str:
 def timeout_of(config: Config) -> timedelta:
     """Returns the timeout of torch's collectives.
 
-    It is longer than the watchdog's timeout. So the watchdog's error, which is more specific, comes first.
+    This timeout is longer than the timeout of the watchdog. So the watchdog fails first, and its error is more
+    specific.
     """
     if config.hang_timeout == 0:
         return timedelta(days=365)
@@ -134,7 +138,7 @@ def timeout_of(config: Config) -> timedelta:
 
 
 def join_processes(devices: Devices, device: torch.device, config: Config) -> Processes:
-    """Joins the process group of the run, if the run has several processes.
+    """Joins the process group of the run, if the run has several processes. Returns the `Processes` of the run.
 
     Args:
         devices: the devices of the run.
@@ -173,14 +177,17 @@ def join_processes(devices: Devices, device: torch.device, config: Config) -> Pr
 
 
 def listen_on_loopback() -> None:
-    """Makes Gloo and NCCL listen on loopback only. By default they listen at the address of the machine's name."""
+    """Makes Gloo and NCCL listen only on the loopback interface.
+
+    By default, Gloo and NCCL listen on the address of the machine's host name.
+    """
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for library in ("GLOO", "NCCL"):
         os.environ[f"{library}_SOCKET_IFNAME"] = loopback
 
 
 class TorchStrategy(Strategy):
-    """Holds the code that all strategies of the torch backend share.
+    """Implements the methods that all strategies of the torch backend share.
 
     Attributes:
         config: the settings of the run.
@@ -189,7 +196,7 @@ class TorchStrategy(Strategy):
     """
 
     def __init__(self, devices: Devices, config: Config):
-        """Joins the process group. It must run before Keras is imported."""
+        """Joins the process group of the run. Keras must not be imported yet."""
         self.config = config
         self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
@@ -199,11 +206,12 @@ class TorchStrategy(Strategy):
         self._threads.is_ready = True
 
     def put_batch(self, batch: "Batch") -> DeviceBatch:
-        """Copies inputs, targets and sample weights to the device.
+        """Copies the inputs, targets and sample weights of a batch to the device.
 
-        A reader thread first selects this process's GPU, and a separate stream for its copies. Without this, a new
-        thread uses the first GPU of the host. Pinning memory would then start CUDA on that GPU, which takes some
-        hundred MB of its memory per rank. The copies would also use the stream of the steps, and wait for them.
+        A thread that reads data selects this process's GPU in its first call. It also selects a separate CUDA stream
+        for its copies. Without this selection, the thread would use the first GPU of the host. Pinning memory would
+        then initialize CUDA on that GPU, which takes some hundred MB of GPU memory per rank. The copies would also run
+        on the stream of the training steps, and would wait for these steps.
         """
         if self.is_gpu and not hasattr(self._threads, "is_ready"):
             torch.cuda.set_device(self.device)
@@ -212,11 +220,11 @@ class TorchStrategy(Strategy):
         return put_batch(batch, self.device)
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, including seeds, that are not bit-equal on all ranks that hold them."""
+        """Returns the paths of all variables, including seeds, that are not bit-equal on all ranks that hold them."""
         return self.differing(compared_variables(model, state_only))
 
     def differing(self, own: "list[keras.Variable]") -> list[str]:
-        """Returns the paths of the given variables that are not bit-equal on all ranks that hold them."""
+        """Returns the paths of the variables in `own` that are not bit-equal on all ranks that hold them."""
 
         def digest(variable: "keras.Variable") -> bytes:
             array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
@@ -233,12 +241,12 @@ class TorchStrategy(Strategy):
         return [path for (path, _), digests in found.items() if len(digests) > 1]
 
     def peak_memory_bytes(self) -> int:
-        """Returns the peak memory in bytes: of the GPU if there is one, else of the process."""
+        """Returns the peak memory in bytes: of the GPU if the run uses GPUs, otherwise of this process."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else super().peak_memory_bytes()
 
 
 def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
-    """Copies inputs, targets and sample weights of a batch to a device."""
+    """Copies the inputs, targets and sample weights of a batch to a device."""
     import keras
 
     def to_device(leaf: np.ndarray | None) -> torch.Tensor | None:
@@ -267,10 +275,11 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
 
 
 def _hand_over(tensors: list[torch.Tensor | None], device: torch.device) -> None:
-    """Waits until tensors are on the device, if this thread copies on a separate stream.
+    """Makes tensors that were copied on a separate CUDA stream safe to use on the default stream, where the steps run.
 
-    It also marks the tensors as used by the default stream, on which the steps run. Their memory is then reused only
-    after these steps.
+    The function waits until the copies are complete. It also marks the tensors as used by the default stream. So
+    PyTorch reuses their memory only after the steps that read these tensors. On the default stream, the function does
+    nothing.
     """
     stream, of_steps = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if stream == of_steps:
@@ -288,8 +297,8 @@ _PRELOAD = ["torch", "keras", "kerasdp.training.runner", "kerasdp.backends.torch
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Calls `worker(devices, settings, train)` in one process per device. Returns the result of rank 0.
 
-    With a single device, or in a rank that torchrun has started, `worker` runs in this process. Otherwise this process
-    watches the worker processes.
+    With a single device, `worker` runs in this process. It also runs in this process if torchrun has started this
+    process as a rank. In all other cases, this process starts worker processes and watches them.
 
     Raises:
         UserError: if `train` refers to an object that cannot be sent to other processes.

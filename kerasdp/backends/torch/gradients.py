@@ -1,6 +1,6 @@
 """Computes the gradients of user-defined steps on torch.
 
-`kerasdp.value_and_grad` imports this module by the name of the backend.
+`kerasdp.value_and_grad` imports the module `gradients` of the current backend.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ def differentiate(
     """Computes a value and its gradients. Implements `kerasdp.value_and_grad`.
 
     Args:
-        compute: takes tensors, and returns a scalar and auxiliary results.
+        compute: a function that takes tensors, and returns a scalar and auxiliary results.
         values: the tensors for which gradients of the scalar are computed.
-        variables: the variables that hold `values`. Empty: `compute` uses only its argument.
+        variables: the variables that hold `values`, or an empty list if `compute` reads only its argument.
 
     Returns:
-        The scalar, the auxiliary results, and the gradients. A gradient is None if the scalar does not depend on the
-        value.
+        The scalar, the auxiliary results, and one gradient for each tensor in `values`. A gradient is None if the
+        scalar does not depend on the tensor.
     """
     import keras
 
@@ -55,7 +55,10 @@ _calls = itertools.count()
 
 
 def num_differentiated() -> int:
-    """Returns a counter. It grows by more than 1 between two calls if `differentiate` ran in between."""
+    """Returns the next number of a counter, which `differentiate` also increases.
+
+    Two numbers differ by more than 1 if `differentiate` ran between the two calls.
+    """
     return next(_calls)
 
 
@@ -65,12 +68,12 @@ def detached(leaf: Any) -> Any:
 
 
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which torch's functions that clip gradients see gradients averaged over the ranks.
+    """Returns a context in which torch's functions that clip gradients first average the gradients over the ranks.
 
     These functions are `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
 
     Args:
-        mean: averages gradients over the ranks, if the step needs it.
+        mean: a function that averages gradients over the ranks, if the step needs this average.
     """
 
     def of_means(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Rewrites captured PyTorch steps to run faster with the same results. Rejects steps that a graph would change."""
+"""Rewrites captured PyTorch steps to run faster with the same results.
+
+The module also rejects steps whose results would change in a graph.
+"""
 
 import itertools
 import operator
@@ -16,9 +19,9 @@ _FEW_NODES = 24
 
 
 def refuse_exchanges(graph: Graph) -> None:
-    """Raises `ValueError` if a step assigns one variable's value to another variable.
+    """Raises `ValueError` if a step assigns the value of one variable to another variable.
 
-    Inductor (2.13) may read this value after it was changed.
+    Inductor (2.13) may read this value after the step has already changed it.
     """
     same = (_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.view.default)
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
@@ -28,26 +31,27 @@ def refuse_exchanges(graph: Graph) -> None:
         while source.target in same:
             source = source.args[0]
         if source.op == "placeholder" and source is not held:
-            raise ValueError("a variable is assigned the value of another variable")
+            raise ValueError("the step assigns the value of one variable to another one; use --compile=off")
 
 
 def refuse_draws(graph: Graph) -> None:
-    """Raises `ValueError` if layers that are computed twice may draw from torch's random generator.
+    """Raises `ValueError` if rematerialized layers may draw random values from torch's generator.
 
-    The second computation would draw other values. `kerasdp::after` marks these layers in the graph.
+    The second computation of a layer would draw other values than the first computation. Nodes of `kerasdp::after` show
+    that a graph contains rematerialized layers.
     """
     draws = [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
     if draws and any(str(node.target) == "kerasdp.after.default" for node in graph.nodes):
-        raise ValueError(f"{draws[0].target} draws from torch's random generator in a step with --remat")
+        raise ValueError(f"{draws[0].target} is random, so --remat cannot recompute it; use --compile=off")
 
 
 def bring_to_device(module: torch.fx.GraphModule, device: torch.device) -> list[str]:
-    """Moves CPU tensors of a captured step to its GPU. Returns the names of the nodes that stay on the CPU.
+    """Moves the CPU tensors of a captured step to the GPU. Returns the names of the operations that stay on the CPU.
 
-    Each step waits for a node that stays. Keras (3.15) makes tensors of numbers and NumPy arrays in each call. A
-    capture (torch 2.13) keeps such numbers on the GPU, and kernels read them from memory. This pass makes them
-    constants of the kernels. A capture keeps arrays on the CPU, and copies them in each step. This pass copies them
-    once.
+    Each step waits for the operations that stay on the CPU. Keras (3.15) creates tensors from Python numbers and NumPy
+    arrays in each call. In a captured step (torch 2.13), a Python number becomes a tensor in GPU memory. This pass
+    turns this tensor into a constant of the kernels. A NumPy array becomes a CPU tensor, which each step copies to the
+    GPU. This pass copies the tensor once.
     """
     left = []
     for found in _groups_on_cpu(module) if device.type != "cpu" else ():
@@ -71,7 +75,7 @@ def bring_to_device(module: torch.fx.GraphModule, device: torch.device) -> list[
 
 
 def _groups_on_cpu(module: torch.fx.GraphModule) -> list[list[Node]]:
-    """Returns the nodes whose results are on the CPU. Connected nodes form one group."""
+    """Returns the nodes whose results are on the CPU, in groups of connected nodes."""
     ahead = {node for node in module.graph.nodes if any(value.device.type == "cpu" for value in _values(module, node))}
     groups = []
     for first in module.graph.nodes:
@@ -87,21 +91,30 @@ def _groups_on_cpu(module: torch.fx.GraphModule) -> list[list[Node]]:
 
 
 def _values(module: torch.fx.GraphModule, node: Any) -> list[torch.Tensor]:
-    """Returns the tensors that a node outputs. Tensors of constants hold values, and other tensors are fake tensors."""
+    """Returns the tensors that a node outputs.
+
+    Nodes of constants output tensors with values. All other nodes output fake tensors.
+    """
     value = getattr(module, node.target) if node.op == "get_attr" else node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _constant_of(module: torch.fx.GraphModule, node: Any) -> torch.Tensor | None:
-    """Returns the tensor of a node that is a constant of the step. None: it is no constant, so it may change."""
+    """Returns the tensor of a node that is a constant of the step.
+
+    Returns None if the node is not a constant, or if the step may change the tensor.
+    """
     if node.op != "get_attr" or any(user.target is not _aten.lift_fresh_copy.default for user in node.users):
         return None
     return next(iter(_values(module, node)), None)
 
 
 def _can_move(module: torch.fx.GraphModule, node: Node) -> bool:
-    """Returns whether a CPU node can move to the GPU: it must not be random, and its inputs must be on the CPU."""
+    """Returns whether a node can move from the CPU to the GPU.
+
+    Constants can move. Operations of torch can move if they are not random, and if all of their inputs are on the CPU.
+    """
     if node.op == "get_attr":
         return _constant_of(module, node) is not None
     target: Any = node.target
@@ -125,7 +138,7 @@ def _move(module: torch.fx.GraphModule, node: Any, device: torch.device) -> None
 
 
 def _has_effect(node: Node) -> bool:
-    """Returns whether a node may have side effects. This is assumed of all operations that are not torch's."""
+    """Returns whether a node may have side effects. Operations outside of torch are assumed to have side effects."""
     is_torchs = getattr(node.target, "namespace", "") in ("aten", "prims") or node.target is operator.getitem
     return node.is_impure() or (node.op == "call_function" and not is_torchs)
 
@@ -133,9 +146,9 @@ def _has_effect(node: Node) -> bool:
 def keep_channels_last(graph: Graph) -> None:
     """Stores the outputs of convolutions of one-channel images with channels last, as Keras does.
 
-    The layout of one-channel images is ambiguous, and Inductor (2.13) takes it for NCHW. The gradients of the outputs
-    have channels last. A pass over outputs and gradients takes ten times as long if their layouts differ, unless
-    Inductor fuses it with other operations.
+    The memory layout of one-channel images is ambiguous, and Inductor (2.13) treats this layout as NCHW. The gradients
+    of the outputs have channels last. If outputs and gradients have different layouts, an operation that reads both
+    takes ten times as long, unless Inductor fuses the operation.
     """
     for convolution in graph.find_nodes(op="call_function", target=_aten.convolution.default):
         image, output = convolution.args[0].meta["val"], convolution.meta["val"]
@@ -148,7 +161,10 @@ def keep_channels_last(graph: Graph) -> None:
 
 
 def number_messages(graph: Graph) -> None:
-    """Numbers the socket messages of a graph. So ranks notice if their compilers ordered the messages differently."""
+    """Assigns a number to each socket message of a graph.
+
+    From these numbers, ranks detect that their compilers have ordered the messages differently.
+    """
     for tag, gather in enumerate(graph.find_nodes(op="call_function", target=torch.ops.kerasdp.gather.default)):
         gather.args = (gather.args[0], tag, gather.args[2])
 
@@ -156,8 +172,8 @@ def number_messages(graph: Graph) -> None:
 def overlap_parts(graph: Graph) -> None:
     """Reorders a graph so that sharded weights and gradients are sent while other operations run.
 
-    The gather of a weight starts before the step waits for the previous weight. So two weights are being gathered or
-    used at a time. The step waits for a sum of gradients only when the optimizer needs it.
+    The gather of each weight starts before the step waits for the gather of the previous weight. So two weights are
+    gathered or in use at the same time. The step waits for a sum of gradients only when the optimizer needs the sum.
     """
     gathers, sums = gatherings_and_sums(graph)
     for before, gather in itertools.pairwise(gathers):

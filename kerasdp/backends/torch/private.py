@@ -1,4 +1,4 @@
-"""Collects all private names of PyTorch that kerasdp uses."""
+"""Wraps the private functions of PyTorch that kerasdp uses."""
 
 import contextlib
 import functools
@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 @contextlib.contextmanager
 def tensors_let_go() -> Iterator[None]:
-    """Returns a context in which a recomputation frees its tensors when it ends.
+    """Returns a context that frees the tensors of a rematerialized layer after the backward pass has recomputed it.
 
     Torch 2.13 stops a recomputation with the exception `torch.utils.checkpoint._StopRecomputationError`, as soon as all
-    saved tensors are computed. Keras (3.15) raises another exception from it in each layer. The frames of these
-    exceptions keep the layers' tensors until Python's garbage collector runs. Without this context, the peak memory of
-    a GPT step is 1.4 times as high.
+    saved tensors are computed. In each layer, Keras (3.15) raises another exception from this exception. The stack
+    frames of these exceptions keep the layers' tensors until Python's garbage collector runs. Without this context, the
+    peak memory of a GPT step is 1.4 times as high.
     """
     ends = torch.utils.checkpoint._StopRecomputationError
     try:
@@ -42,17 +42,17 @@ fused_adam_, fused_sgd_ = torch._fused_adam_, torch._fused_sgd_
 def compile_with_inductor(
     graph: torch.fx.GraphModule, inputs: list[Any], num_static: int, options: dict[str, bool]
 ) -> Callable[..., Any]:
-    """Compiles a graph of tensors with Inductor. It runs no step.
+    """Compiles a graph of tensor operations with Inductor, without running the graph.
 
-    Torch 2.13: `torch._inductor.compile_fx`. The public `torch.compile` traces the whole graph again. It also checks
-    each input before each call.
+    Torch 2.13: the function uses `torch._inductor.compile_fx`. The public `torch.compile` traces the whole graph again.
+    It also checks each input before each call.
 
     Args:
         graph: a graph that `make_fx` made.
-        inputs: tensors like the inputs of later calls.
-        num_static: this many inputs, the first ones, keep their place in memory. Otherwise Inductor makes no CUDA graph
-            of a step that changes them. It reads this from marks that only `torch.compile` sets, so this function sets
-            them.
+        inputs: example inputs, with the shapes and dtypes of later inputs.
+        num_static: the number of leading inputs whose memory address never changes. Inductor makes no CUDA graph of a
+            step that changes other inputs. Inductor reads this information from marks that only `torch.compile` sets,
+            so this function sets the marks.
         options: the options of Inductor.
     """
     from torch._dynamo.source import LocalSource
@@ -75,10 +75,10 @@ def compile_with_inductor(
 
 @functools.cache
 def _lower_updates() -> None:
-    """Makes Inductor read a weight before an update changes the weight.
+    """Makes Inductor read a weight before the optimizer's update changes the weight.
 
-    Torch 2.13: `torch._inductor.ir.FallbackKernel` first adds itself to the program. Then it adds the pending reads of
-    the tensors that it changes. These reads would return new values.
+    Torch 2.13: `torch._inductor.ir.FallbackKernel` first adds the update to the program. Then it adds the pending reads
+    of the tensors that the update changes. These reads would return the updated values.
     """
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.virtualized import V
@@ -104,7 +104,7 @@ def force_strides() -> Callable[..., torch.Tensor]:
 
 
 def without_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which tensors have only shapes and types. Nothing is computed.
+    """Returns a context in which tensors have shapes and dtypes, but no values. Nothing is computed.
 
     Torch 2.13: `FakeTensorMode` has no public name.
     """
@@ -112,17 +112,19 @@ def without_numbers() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_being_captured(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has no values because a graph is being captured.
+    """Returns whether a tensor is a fake tensor. It then has no values, because a graph is being captured.
 
-    Torch 2.13: `FakeTensor`. The public `torch.compiler.is_compiling` detects `torch.compile`, but not `make_fx`.
+    Torch 2.13: `FakeTensor` has no public name. The public `torch.compiler.is_compiling` detects `torch.compile`, but
+    not `make_fx`.
     """
     return isinstance(tensor, FakeTensor)
 
 
 def leave_process_group() -> None:
-    """Leaves the process group of the run, if there is one. First it frees the CUDA graphs that hold messages.
+    """Leaves the process group of the run, if there is one. First frees all CUDA graphs, which may contain collectives.
 
-    NCCL waits for graphs that hold its kernels. Torch 2.13: `torch._inductor.cudagraph_trees`, if it was imported.
+    NCCL waits until all CUDA graphs that contain its kernels are freed. Torch 2.13: `torch._inductor.cudagraph_trees`
+    holds these graphs, if Inductor has imported this module.
     """
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
@@ -132,29 +134,30 @@ def leave_process_group() -> None:
 
 
 def all_gather_functional(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Concatenates a tensor of all ranks along its first axis, as an operation that a graph can hold.
+    """Concatenates a tensor of each rank along the first axis, with an operation that a graph can contain.
 
-    Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which cannot be captured.
+    Torch 2.13: `torch.ops._c10d_functional`. The public functions of `torch.distributed` work in place, so a graph
+    cannot capture them.
     """
     name, size = _name_of(group), dist.get_world_size(group)
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, name))
 
 
 def all_reduce_async(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Starts to sum a tensor over the ranks of a group, as an operation that a graph can hold.
+    """Starts to sum a tensor over the ranks of a group, with an operation that a graph can contain.
 
-    `wait` returns the result. Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place,
-    which cannot be captured.
+    `wait` returns the sum. Torch 2.13: `torch.ops._c10d_functional`. The public functions of `torch.distributed` work
+    in place, so a graph cannot capture them.
     """
     return torch.ops._c10d_functional.all_reduce(tensor, "sum", _name_of(group))
 
 
 def reduce_scatter_async(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts to sum a flat tensor over all ranks. Each rank gets one shard of the sum. `wait` returns the result.
+    """Starts to sum a flat tensor over all ranks. Each rank gets one shard of the sum, or the summands of its shard.
 
-    All shards have the same size. With NCCL the result is this rank's shard of the sum. Gloo (torch 2.13) takes longer
-    to sum shards than whole tensors, so here it only exchanges them. The result is then this rank's shard from each
-    rank, concatenated. The caller adds these shards.
+    `wait` returns the result. All shards have the same size. With NCCL, the result is this rank's shard of the sum.
+    With Gloo, the result is a concatenation: this rank's shard of the tensor of each rank. The caller must add these
+    shards. The reason is that Gloo (torch 2.13) needs more time to sum shards than to sum whole tensors.
     """
     name, size = _name_of(None), dist.get_world_size()
     if dist.get_backend() == "nccl":
@@ -164,7 +167,11 @@ def reduce_scatter_async(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gatherings_and_sums(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
-    """Returns the nodes of a captured step that start a gather, and the nodes of `reduce_scatter_async`."""
+    """Finds the operations in a captured step that gather tensors or sum gradients over the ranks.
+
+    Returns:
+        Two lists of nodes: the nodes that start an all-gather, and the nodes that `reduce_scatter_async` created.
+    """
     functional = torch.ops._c10d_functional
 
     def calls_of(*operations: Any) -> list[Any]:
@@ -177,21 +184,21 @@ def gatherings_and_sums(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor was changed in place. Torch 2.13: `Tensor._version` has no public name."""
+    """Returns how many times a tensor was changed in place. Torch 2.13: `Tensor._version` has no public name."""
     return tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns a number that is equal for two tensors if, and only if, they share memory.
+    """Returns a number that identifies the memory of a tensor. Only tensors that share memory have the same number.
 
-    It is valid while both tensors exist. Torch 2.13: `UntypedStorage._cdata`. The public `data_ptr` is 0 while a step
-    is captured.
+    The number is valid while the tensor exists. Torch 2.13: `UntypedStorage._cdata` has no public name. The public
+    `data_ptr` is 0 while a step is captured.
     """
     return tensor.untyped_storage()._cdata
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for the result of `all_reduce_async` or `reduce_scatter_async`, and returns it."""
+    """Waits for the result of `all_reduce_async` or `reduce_scatter_async`, and returns the result."""
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 

@@ -26,17 +26,17 @@ _BITS_OF_NUMBERS = 20
 
 
 class GlooProcesses:
-    """Implements `kerasdp.processes.ranks.Processes` with a Gloo group, also if gradients are sent with NCCL.
+    """Implements `kerasdp.processes.ranks.Processes` with a Gloo group, even if gradients are sent with NCCL.
 
-    Its messages never wait for the messages of a step. All ranks create it together, after the run's process group
-    exists.
+    Messages of this group never wait for messages of a training step. All ranks create this object together, after they
+    have created the process group of the run.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
         """Creates the Gloo group.
 
         Args:
-            key: a secret that only the ranks of this run know. None: the network is trusted.
+            key: a secret that only the ranks of this run know, or None if the network is trusted.
 
         Raises:
             WorkerError: if a program that does not know the key has connected to this rank.
@@ -56,25 +56,26 @@ class GlooProcesses:
         return found
 
     def all_reduce_max_delayed(self, number: int) -> int:
-        """Returns the maximum over the ranks of the numbers in the previous call, or 0 in the first call.
+        """Returns the maximum of the numbers that the ranks passed to the previous call. The first call returns 0.
 
-        The delay means that no rank waits for another rank.
+        Because of this delay, no rank waits for another rank.
         """
         last, self._last = self._last, self._begin_maximum(_LATER, number)
         return 0 if last is None else last()
 
     def any_rank(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank."""
+        """Returns whether `flag` is True on at least one rank."""
         return self._begin_maximum(_FLAG, flag)() > 0
 
     def open_scatter(self) -> "GlooScatter":
-        """Returns a scatter whose messages never mix with the messages of another scatter."""
+        """Returns a new scatter. Its messages never mix with the messages of another scatter."""
         return GlooScatter(self._group, self.rank, self.num_processes, next(self._scatter_numbers))
 
     def _check_peers(self, key: bytes) -> None:
-        """Raises `WorkerError` unless a rank of this run is at the other end of each connection.
+        """Raises `WorkerError` unless each connection of this rank leads to a rank of this run.
 
-        Gloo (torch 2.13) accepts any program that connects to its port, and messages of the group are unpickled.
+        Gloo (torch 2.13) accepts any program that connects to its port. The group unpickles the messages that it
+        receives.
         """
         proofs = [
             torch.frombuffer(bytearray(hmac.digest(key, b"%d" % rank, "sha256")), dtype=torch.uint8)
@@ -89,12 +90,17 @@ class GlooProcesses:
                 work.wait()
         for rank in others:
             if not torch.equal(received[rank], proofs[rank]):
-                raise WorkerError(f"another program has connected to rank {self.rank} instead of rank {rank}")
+                raise WorkerError(f"another program has connected to rank {self.rank} instead of rank {rank}; stop it")
 
     def _begin_maximum(self, kind: int, number: int) -> Callable[[], int]:
-        """Starts to compute the maximum of a number over the ranks. Returns a function that waits for it.
+        """Starts to compute the maximum of a number over the ranks. Returns a function that waits for the maximum.
 
-        The ranks also compare the kinds of their exchanges. If the kinds differ, the function raises `UserError`.
+        The ranks also compare the kinds of their exchanges. If the kinds differ, the returned function raises
+        `UserError`.
+
+        Args:
+            kind: the kind of the exchange: `_OBJECT`, `_FLAG` or `_LATER`.
+            number: the number of this rank.
         """
         tensor = torch.tensor([number, kind, -kind], device="cpu")
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -116,7 +122,7 @@ class GlooProcesses:
 class GlooScatter:
     """Implements `kerasdp.processes.ranks.Scatter` with a Gloo group.
 
-    Any thread may use it, because each message has a separate tag.
+    Any thread may call this object, because each message has a separate tag.
     """
 
     def __init__(self, group: Any, rank: int, num_processes: int, channel: int):

@@ -1,4 +1,4 @@
-"""Trains and evaluates on the global batch with PyTorch. Each rank computes its shard."""
+"""Runs the training and evaluation steps of one PyTorch rank, on its shard of the global batch."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ class RankSteps(ShardSteps):
 
     @torch.no_grad()
     def train(self, batch: DeviceBatch, detail: Detail) -> Trained:
-        """Runs one training step (`fit_step`), operation by operation. `module` must be the result of `distributed`."""
+        """Runs one training step (`fit_step`) eagerly. The attribute `module` must be the result of `distributed`."""
         for variable in self.model.trainable_weights:  # Keras' (3.15) `zero_grad` knows one of those that share a path
             variable.value.grad = None
         return fit_step(self, batch, detail)
@@ -35,8 +35,9 @@ class RankSteps(ShardSteps):
     def differentiate(self, compute: LossOfPass, one: Pass) -> tuple[list[torch.Tensor | None], Any, Found]:
         """Computes the gradients of one pass. See `Replica.differentiate`.
 
-        `.grad` adds up the gradients of all passes. In the last backward pass DistributedDataParallel averages it over
-        the ranks in buckets. Earlier passes return None for each weight.
+        The `.grad` attributes of the weights add up the gradients of all passes. During the last backward pass,
+        DistributedDataParallel averages these gradients over the ranks in buckets. Earlier passes return None for each
+        weight.
         """
         variables = self.model.trainable_weights
         is_exchanged = one.is_last or not hasattr(self.module, "no_sync")
@@ -47,7 +48,7 @@ class RankSteps(ShardSteps):
         return [variable.value.grad if one.is_last else None for variable in variables], global_batch, found
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, torch.Tensor]) -> Callable[[], Received]:
-        """Averages the gradients that DistributedDataParallel does not average, and sums `to_reduce` over the ranks."""
+        """Averages the gradients that DistributedDataParallel has not averaged, and sums `to_reduce` over the ranks."""
         from kerasdp.keras_compat.layers import is_next_value
 
         variables = self.model.trainable_weights
@@ -68,7 +69,7 @@ class RankSteps(ShardSteps):
         return super().shard_pass(batch, with_loss)
 
     def largest(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns the largest value of each tensor element over the ranks. None stays None."""
+        """Returns the elementwise maximum of each tensor over the ranks. An entry that is None stays None."""
         own = {str(place): tensor for place, tensor in enumerate(tensors) if tensor is not None}
         joined = flat(own)
         found = {} if joined is None else unflat(gather_by_group(joined).amax(0), own)
@@ -91,14 +92,21 @@ class RankSteps(ShardSteps):
         return wait(all_reduce_async(tensor))
 
     def sums(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sums tensors over the ranks in one all-reduce."""
+        """Sums all tensors over the ranks, with a single all-reduce."""
         joined = flat(tensors)
         return {} if joined is None else unflat(self.add_up(joined), tensors)
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
-        """Runs a user-defined step on this rank's rows. Returns Keras' logs and the records of a trial.
+        """Runs a user-defined step on this rank's rows.
 
-        `kerasdp.step.custom_steps.Share` describes these records. Without a trial there are no records.
+        Args:
+            name: the name of the step method, such as `train_step`.
+            batch: this rank's rows.
+            is_trial: whether the step is a trial, in which no optimizer changes anything.
+
+        Returns:
+            Keras' logs, and the records of a trial. See `kerasdp.step.custom_steps.Share` for these records. The list
+            of records is empty if `is_trial` is False.
         """
         import keras
 
@@ -117,7 +125,10 @@ class RankSteps(ShardSteps):
         return keras.tree.map_structure(detached, logs), found  # or they would keep the graph of gradients
 
     def distributed(self, batch: DeviceBatch) -> Any:
-        """Wraps the model in DistributedDataParallel, if it has gradients to average over several ranks."""
+        """Wraps the model in DistributedDataParallel, if its gradients must be averaged over several ranks.
+
+        Otherwise returns the model.
+        """
         model, strategy = self.model, self.strategy
         # DistributedDataParallel refuses a model without trainable weights.
         if strategy.split.num_replicas == 1 or not model.trainable_weights:
@@ -142,10 +153,10 @@ class RankSteps(ShardSteps):
         return parallel
 
     def loss(self, module: Any, batch: DeviceBatch) -> Any:
-        """Returns the loss of a batch, or of its first micro-batch. It changes no variable.
+        """Returns the loss of a batch, or of its first micro-batch. Changes no variable.
 
         Args:
-            module: the model, or the module that wraps it.
+            module: the model, or the module that wraps the model.
             batch: this rank's rows.
         """
         import keras
@@ -159,9 +170,9 @@ class RankSteps(ShardSteps):
             return self.loss_of_pass(first, outputs, context).loss
 
     def _used_weights(self, batch: DeviceBatch) -> list[Any]:
-        """Returns the values of the weights that the loss depends on.
+        """Returns the values of the trainable weights that the loss depends on.
 
-        Weights of an output without a loss are left out.
+        For example, the loss does not depend on the weights of a model output without a loss.
         """
         from kerasdp.keras_compat.layers import is_next_value
 
@@ -177,9 +188,14 @@ class RankSteps(ShardSteps):
 
 
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
-    """Averages the gradients that DistributedDataParallel does not know over the ranks.
+    """Averages gradients over the ranks if DistributedDataParallel does not average them.
 
-    The loss of the first batch did not depend on their weights. A part of the model may come into use later.
+    These are gradients of weights that did not affect the loss of the first batch. They may affect the loss of a later
+    batch.
+
+    Args:
+        parallel: the model, or the DistributedDataParallel that wraps the model.
+        variables: the weights whose gradients must be averaged.
     """
     known = {id(value) for value in parallel.module.weights} if hasattr(parallel, "module") else set()
     for variable in variables:
@@ -190,7 +206,7 @@ def reduce_others(parallel: Any, variables: list[Any]) -> None:
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Concatenates tensors into one flat tensor of the widest dtype. Returns None if there are no tensors."""
+    """Concatenates tensors into one flat tensor of their common dtype. Returns None if there are no tensors."""
     if not tensors:
         return None
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
@@ -201,7 +217,7 @@ def unflat(joined: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dic
     """Splits a flat tensor into tensors with the shapes and dtypes of `tensors`.
 
     Args:
-        joined: the result of `flat`, or a sum of such results over the ranks.
+        joined: the result of `flat`, possibly summed over the ranks.
         tensors: the tensors that `flat` concatenated.
     """
     if joined is None:
@@ -217,11 +233,12 @@ _SMALL = 2**16
 class HostCopy:
     """Copies a scalar from a GPU to the host without blocking.
 
-    Reading the value waits only for the step that computed it. `.item()` waits for all work that the GPU got since.
+    Reading the value waits only for the step that computed the value. By contrast, `.item()` waits for all work that
+    the GPU has received since that step.
     """
 
     def __init__(self, value: torch.Tensor):
-        """Starts the copy. It runs after the work that the GPU has got so far."""
+        """Starts the copy. The GPU copies the value after all work that the GPU has received so far."""
         self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self._value.copy_(value.detach(), non_blocking=True)
         self._is_sent = torch.cuda.Event()
@@ -235,12 +252,12 @@ class HostCopy:
         return np.asarray(float(self), dtype)
 
     def is_ready(self) -> bool:
-        """Returns whether the GPU has computed and sent the value."""
+        """Returns whether the GPU has computed the value and sent it to the host."""
         return self._is_sent.query()
 
 
 def to_host(value: Any) -> Any:
-    """Returns a scalar that can be read later without waiting for later steps. On a GPU it is a `HostCopy`.
+    """Returns a scalar that can be read later without waiting for later steps. A scalar on a GPU becomes a `HostCopy`.
 
     Args:
         value: a tensor with one value. None, Python numbers and CPU tensors are returned unchanged.
@@ -249,11 +266,13 @@ def to_host(value: Any) -> Any:
 
 
 def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the GPU fills in Python numbers in eager steps. On the CPU it changes nothing.
+    """Returns a context in which eager steps create scalars on the GPU instead of copying them from the host.
 
-    Keras (3.15) makes a tensor of each Python number with `torch.as_tensor`, 30 times in a step of a small net. PyTorch
-    (2.13) copies the number from the host, and waits until the GPU has it. So it also waits for all earlier work. Other
-    threads, such as data readers, are not changed. This context is not needed once Keras fills in numbers itself.
+    On the CPU, the context changes nothing. Keras (3.15) converts each Python number to a tensor with
+    `torch.as_tensor`, 30 times in a step of a small net. PyTorch (2.13) copies the number from the host, and waits
+    until the GPU has received it. So PyTorch also waits for all earlier work of the GPU. The context affects only the
+    current thread, and not the threads that read data. The context will be unnecessary when Keras itself creates
+    scalars on the GPU.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
@@ -274,11 +293,11 @@ def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[N
 
 
 class TrainedModel(torch.nn.Module):
-    """Wraps a model as a torch module. Its parameters are exactly the trained weights, each once.
+    """Wraps a model as a torch module. The parameters of this module are exactly the given weights, each once.
 
-    A Keras (3.15) model is also a torch module, but it identifies weights by path, and two paths may be equal. It also
-    keeps the list of weights from the time when it was built. DistributedDataParallel would skip some weights, and wait
-    for other weights.
+    A Keras (3.15) model is also a torch module, but it identifies weights by path, and two weights may have the same
+    path. Its list of parameters is also fixed when the model is built. With a Keras model, DistributedDataParallel
+    would skip some weights. It would also wait for gradients of weights that have no gradient.
     """
 
     def __init__(self, model: Any, weights: list[Any]):

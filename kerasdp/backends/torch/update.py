@@ -1,7 +1,8 @@
-"""Updates all weights on torch in one call, with the formulas of Keras' optimizers, eagerly or in a graph.
+"""Updates all weights on torch in one call, with the formulas of Keras' optimizers.
 
-In a graph the update is one node. It takes no time to capture, and none in Inductor. As separate operations, the update
-is two thirds of the graph of a GPT. It then takes more than half of Inductor's time (torch 2.13).
+The update runs eagerly or in a graph. In a graph, the update is one node, which takes no time to capture or to compile.
+As separate operations, the update would be two thirds of the graph of a GPT. It would then take more than half of
+Inductor's time (torch 2.13).
 """
 
 import contextlib
@@ -18,8 +19,8 @@ from kerasdp.backends.torch.private import foreach_mul, foreach_mul_, fused_adam
 def updating(optimizer: Any) -> Iterator[None]:
     """Returns a context in which a Keras optimizer updates weights without waiting for the device.
 
-    A graph can hold this update. One wait remains: with `gradient_accumulation_steps`, each eager step waits to read
-    whether to update.
+    A graph can contain this update. One wait remains in eager steps with `gradient_accumulation_steps`: the step reads
+    from the device whether to update the weights.
     """
     import keras
 
@@ -44,9 +45,9 @@ def _update(
     velocities: list[torch.Tensor], rate: torch.Tensor, decay: torch.Tensor | None, decays: list[bool],
     numbers: list[float],
 ) -> None:  # fmt: skip
-    """Updates weights of one dtype with torch's fused Adam or SGD.
+    """Updates weights of one dtype with torch's fused kernel for Adam or SGD.
 
-    `kerasdp.keras_compat.optimizers.updating_at_once` describes the arguments.
+    See `kerasdp.keras_compat.optimizers.updating_at_once` for the arguments.
     """
     if decay is not None and any(decays):
         foreach_mul_([weight for weight, is_decayed in zip(weights, decays) if is_decayed], decay)
