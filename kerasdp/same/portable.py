@@ -30,9 +30,9 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     run.
 
     The layers are changed in place. The model may be functional, Sequential, nested or subclassed.
-    `keras.layers.BatchNormalization` becomes `kerasdp.layers.BatchNormalization`. Each layer with a seed generator
-    (Dropout, GaussianNoise, RandomFlip, LSTM with dropout, user-defined layers) draws the same random values on every
-    backend and number of devices. For example, a dropout mask is bit-equal on all of them. A warning names the layers
+    `keras.layers.BatchNormalization` becomes `kerasdp.layers.BatchNormalization`. Layers with a seed generator draw the
+    same random values on every backend and number of devices: Dropout, GaussianNoise, RandomFlip, LSTM with dropout and
+    user-defined layers. For example, a dropout mask is bit-equal on all of them. A warning names the layers
     of Keras whose outputs still differ.
 
     Args:

@@ -34,8 +34,8 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
         of its variable or tensor. If the value does not depend on a variable or tensor, its gradient is None.
 
     Raises:
-        UserError: in a call of the returned function, if there are no variables or tensors, if one of them has no
-            floating-point type, or if `function` does not return a scalar.
+        UserError: on a call of the returned function without variables or tensors, or with one that has no
+            floating-point type. Also if `function` does not return a scalar.
 
     Example:
         ```python
