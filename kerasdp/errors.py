@@ -27,7 +27,7 @@ def say_flags() -> None:
 
 
 def is_from_command_line() -> bool:
-    """Returns whether messages show options as flags, because a command line started the run."""
+    """Returns whether the run was started from the command line. If so, messages show options as flags."""
     return _FROM_COMMAND_LINE in os.environ
 
 

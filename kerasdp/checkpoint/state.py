@@ -152,8 +152,8 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
         if saved.get(name) != own.get(name):
             raise UserError(
                 f"--resume: this run differs from the run in the workdir in {name}: expected {saved.get(name)!s:.300}. "
-                f"Received: {own.get(name)!s:.300}; only backend, devices and precision may change; to start a new run "
-                "from the saved weights, export these weights with kerasdp export"
+                f"Received: {own.get(name)!s:.300}. Only backend, devices and precision may change. To start a new run "
+                "from the saved weights, export the weights with kerasdp export"
             )
 
 

@@ -342,7 +342,7 @@ class HeldInParts(keras.Variable):
         if scope is None or scope.get_current_value(self) is None:
             raise UserError(
                 f"{self.path} is sharded over the devices between two steps (--shard), so it cannot be read or changed "
-                "there; do this before fit, after fit, or in on_epoch_end"
+                "between steps; read or change it before fit, after fit, or in on_epoch_end"
             )
         return super().value
 

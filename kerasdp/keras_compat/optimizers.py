@@ -37,10 +37,10 @@ def weights_of_optimizer(optimizer: Any) -> list[Any]:
 
 
 def weights_unknown_to(optimizer: Any, weights: list[Any]) -> list[Any]:
-    """Returns the weights in a list for which an optimizer was not built.
+    """Returns those of the given weights that an optimizer was not built for.
 
-    The public `apply` of Keras 3.15 also raises an error for such a weight, but only after the work of a step. The
-    message contains all values of the weight.
+    The public `apply` of Keras 3.15 raises an error for such a weight too late, after the rest of the step has run. Its
+    message prints all values of the weight.
     """
     known = {id(weight) for weight in weights_of_optimizer(optimizer)}
     return [weight for weight in weights if id(weight) not in known]
@@ -114,15 +114,15 @@ def updating_parts(
 ) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which an optimizer updates shards of weights, and clips by the norms of full gradients.
 
-    In Keras 3.15, `_clip_gradients` and `LossScaleOptimizer.check_finite` see only the shards of this process, so the
-    context replaces both. The formulas come from `_clip_by_norm` and `clip_by_global_norm`. No public API replaces
-    them.
+    The context replaces `_clip_gradients` and `LossScaleOptimizer.check_finite` of Keras 3.15. They see only the shards
+    of this process. There is no public API for this. The formulas are the same as in `_clip_by_norm` and
+    `clip_by_global_norm`.
 
     Args:
         optimizer: a built optimizer.
         is_cut: a function that returns whether a weight is sharded.
-        counts_wholes: whether this process adds the squares of unsharded gradients. All processes hold these gradients,
-            so only one process may add them.
+        counts_wholes: whether this process adds the unsharded gradients to the sum of squares. Every process holds
+            them, so exactly one process must count them.
         add_up: a function that sums a tensor over the processes.
     """
     inner = inner_optimizer(optimizer)

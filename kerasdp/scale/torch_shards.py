@@ -93,7 +93,7 @@ class Parts:
         if names := ", ".join(sorted(own)):
             raise UserError(
                 f"--shard={'weights' if self.holds_weights else 'optimizer'}: expected the steps of Keras' fit, "
-                f"evaluate and predict with --backend=torch. Received: {names} of {self.model.name}; use --backend=jax"
+                f"evaluate and predict. Received: {names} of {self.model.name}, a custom step; use --backend=jax"
             )
 
     def cut(self) -> None:

@@ -190,9 +190,9 @@ def _apply_means(apply: Callable[..., Any], optimizer: Any, grads: Any, trainabl
 
 
 def _update_by_rows(update: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    """Updates a metric with values. If the value is a scalar, it is weighted by this replica's share of the rows.
+    """Updates a metric with a scalar, or with a value for each row.
 
-    A metric that gets a value for each row needs no weight.
+    A scalar is weighted by this replica's share of the rows. Values for each row need no weight.
     """
     share = current_step().share
     if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):

@@ -59,7 +59,7 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
     @functools.wraps(function, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if variables is None and not args:
-            raise UserError(f"value_and_grad of {name}: expected variables or an argument. Received: neither; pass one")
+            raise UserError(f"value_and_grad of {name}: expected variables or an argument of {name}. Received: neither")
         own = args[0] if variables is None else variables
         leaves = _floats_in(own, name)
         values = [current_value(leaf) if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
@@ -122,7 +122,7 @@ def _floats_in(structure: Any, name: str) -> list[Any]:
 
 def _scalar_and_aux(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise UserError(f"value_and_grad: expected {name} to return (scalar, aux); else leave out has_aux=True")
+        raise UserError(f"value_and_grad: expected {name} to return (scalar, aux); else call it without has_aux=True")
     value, aux = result if has_aux else (result, None)
     value = keras.ops.convert_to_tensor(value)
     if len(value.shape) or "float" not in keras.backend.standardize_dtype(value.dtype):

@@ -183,9 +183,8 @@ def restart_seeds(begun: list[tuple[Any, Tensor]]) -> None:
 def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
     """Raises `UserError` if a forward pass assigns to a trainable weight.
 
-    In a step whose variables are values in a `StatelessScope`, the gradient is taken with respect to the value before
-    the assignment. In a step that assigns variables in place, the gradient is taken with respect to the new value. So
-    the same model would get different gradients.
+    The gradient would depend on the kind of step. A step in a `StatelessScope` differentiates with respect to the value
+    before the assignment. A step that assigns in place differentiates with respect to the value after it.
 
     Args:
         weights: the trainable weights.

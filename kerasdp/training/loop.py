@@ -191,9 +191,9 @@ class Loop:
     def _epoch_logs(self, logs: Logs, step: str) -> Logs:
         """Returns the metrics of the model after an epoch.
 
-        If a user-defined step returns logs with other names than the model's metrics, returns `logs`, the logs of the
-        last batch. If the step does not update a loss metric, the loss is None. The caller then replaces None by the
-        mean loss over the batches.
+        If the logs of a user-defined step have names that differ from the model's metrics, returns `logs`, the logs of
+        the last batch, instead. The loss is None if the step updates no loss metric. The caller replaces None with the
+        mean loss of the batches.
         """
         metrics = self.model.get_metrics_result()
         if metrics.keys() != logs.keys():

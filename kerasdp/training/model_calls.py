@@ -98,8 +98,8 @@ def _through_runner(
         raise UserError(f"model.{name} would use only one device; use runner.fit or runner.evaluate")
     if hasattr(model, "preprocess_samples"):
         raise UserError(
-            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, whose {name} "
-            "would batch and preprocess the data"
+            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}; its "
+            f"{name} would batch and preprocess the data again"
         )
     if name == "predict_on_batch":
         (x,) = inspect.signature(method).bind(model, *args, **kwargs).args[1:]

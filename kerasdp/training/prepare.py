@@ -196,8 +196,8 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
     Runs a trial of the step to find out which weights each optimizer updates.
 
     Raises:
-        UserError: if the run writes checkpoints and the first step does not use an optimizer. A checkpoint cannot
-            contain an unbuilt optimizer.
+        UserError: if the run writes checkpoints and the first step leaves an optimizer unused. That optimizer stays
+            unbuilt, and a checkpoint cannot contain it.
     """
     optimizers = names_in(model).optimizers
     if all(optimizer.built for _, optimizer in optimizers):

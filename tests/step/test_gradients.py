@@ -9,8 +9,8 @@ WORDS = (
     "expected <lambda> to return a floating-point scalar. Received: shape (5, 1)",
     "expected variables or tensors for which to compute gradients. Received: none; build the model first",
     "expected floating-point values. Received: a tensor of int",
-    "value_and_grad of <lambda>: expected variables or an argument. Received: neither",
-    "expected <lambda> to return (scalar, aux); else leave out has_aux=True",
+    "value_and_grad of <lambda>: expected variables or an argument of <lambda>. Received: neither",
+    "expected <lambda> to return (scalar, aux); else call it without has_aux=True",
 )
 
 

@@ -97,7 +97,7 @@ def make_deterministic() -> None:
     names = [flag.partition("=")[0] for flag in given.split()]
     missing = [f"{name}={value}" for name, value in _DETERMINISTIC.items() if name not in names]
     if missing and has_started():
-        raise AlreadyStartedError(f"JAX has already started without {' '.join(missing)}; set XLA_FLAGS before")
+        raise AlreadyStartedError(f"JAX has already started without {' '.join(missing)}; set XLA_FLAGS earlier")
     if missing:
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing])
 

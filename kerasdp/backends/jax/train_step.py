@@ -52,11 +52,12 @@ class ModelState:
         self._last_values: list[jax.Array] = []
 
     def read(self) -> Any:
-        """Returns the values of the variables, in lists.
+        """Returns the values of the variables as lists.
 
-        If no variable was set since the last call of `write`, the result is the lists that `write` received. After
-        `assign`, two Keras (3.15) variables may hold the same array, for example weights and their averages at the end
-        of training. A step cannot donate one array twice. So each variable except the last one gets a copy.
+        If no variable has been set since the last `write`, these are the lists passed to `write`. In Keras 3.15,
+        `assign` can leave two variables with the same array, for example weights and their averages at the end of
+        training. A step cannot donate an array twice. So among variables that share an array, all except the last get a
+        copy.
         """
         from kerasdp.keras_compat.layers import raw_values
 
