@@ -1,6 +1,7 @@
 """Usual losses in custom loops and steps are those of one device on several, or are refused with the cure."""
 
 import re
+import textwrap
 
 import numpy as np
 import pytest
@@ -42,15 +43,53 @@ def test_all(backend):
             np.testing.assert_allclose(losses, expected[name], rtol=1e-9, err_msg=name)
 
 
+MASKED = """
+import keras
+import numpy as np
+from keras import ops
+
+import kerasdp
+
+
+def train(runner):
+    with runner.scope():
+        model = keras.Sequential(
+            [keras.Input((12,), dtype="int32"), keras.layers.Embedding(22, 8), keras.layers.Dense(21)]
+        )
+        optimizer, seeds = keras.optimizers.Adam(0.01), keras.random.SeedGenerator(1)
+        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    @runner.step
+    def train_step(tokens):
+        mask = ops.cast(keras.random.uniform(ops.shape(tokens), seed=seeds) < 0.15, "float32")
+        masked_tokens = ops.where(mask > 0, 21, tokens)
+
+        def forward():
+            LINES
+            return loss
+
+        loss, gradients = kerasdp.value_and_grad(forward, model.trainable_variables)()
+        optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss}
+
+    tokens = np.random.default_rng(0).integers(1, 20, (256, 12)).astype("int32")
+    return [float(train_step(batch)["loss"]) for batch in runner.batches(tokens, batch_size=64, epochs=2)]
+
+
+print(kerasdp.launch(train, num_devices=COUNT, device="cpu", verbose=0))
+"""
+
+
 @pytest.mark.proof
 def test_the_loss_of_the_page(tmp_path):
-    """The masked loss of `docs/custom-loops.md`, run as it stands there, on two devices and on one."""
+    """The masked loss of `docs/custom-loops.md`, its lines in a program, on two devices and on one."""
     page = (ROOT / "docs" / "custom-loops.md").read_text()
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "of the words that count" in code]
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "masked tokens per row" in code]
+    lines = textwrap.indent(code.rstrip(), " " * 12).lstrip()
     found = []
     for count in (1, 2):
         program = tmp_path / f"masked_{count}.py"
-        program.write_text(code.replace("num_devices=2", f'num_devices={count}, device="cpu", verbose=0'))
+        program.write_text(MASKED.replace("LINES", lines).replace("COUNT", str(count)))
         done = run(program, backend=BACKENDS[0])
         found.append([float(number) for number in re.findall(r"\d\.\d+", done.stdout)])
     assert len(found[0]) == 8
