@@ -147,7 +147,7 @@ def test_recurrence_by_cudnn_is_named():
     results, warnings = capture(*({"net": net, "cudnn": True} for net in ("characters_lstm", "bidirectional_lstm")))
     assert not any("train" in found for found in results)
     assert len(warnings) == 2
-    assert all("a recurrent layer of functional" in line and "runs by cuDNN's own kernel" in line for line in warnings)
+    assert all("a recurrent layer of functional" in line and "uses cuDNN's kernel" in line for line in warnings)
     assert all(found["test"]["nodes"] > 10 for found in results)  # without gradients a graph holds it
 
 

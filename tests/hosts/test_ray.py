@@ -72,7 +72,7 @@ def test_a_mistake_is_one_line_and_no_restart(tmp_path):
     done = on_two_nodes(BACKENDS[0], tmp_path / "run", max_restarts=3, batch_size=1)
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "the global batch" in lines[0] or "samples of all devices together" in lines[0]
+    assert len(lines) == 1 and "--batch_size: expected at least" in lines[0]
     assert "RETRY" not in done.stdout
 
 
