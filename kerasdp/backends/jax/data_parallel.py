@@ -85,7 +85,7 @@ class DataParallel(Strategy):
         kept = batch.inputs.kept if isinstance(batch.inputs, CachedRows) else None
         inputs = batch.inputs if kept is None else batch.inputs.numbers
         found = DeviceBatch(inputs, batch.targets, batch.sample_weight, batch.indices.astype("int32"))
-        if self._takes_arrays:
+        if self._takes_arrays and kept is None:
             return found
         found = put_each(found, DeviceBatch(self.by_rows, self.by_rows, self.by_rows, self.replicated))
         if kept is None:

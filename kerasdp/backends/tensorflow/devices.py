@@ -1,5 +1,6 @@
 """Chooses TensorFlow devices, and copies arrays to the devices. One process drives all devices."""
 
+import concurrent.futures
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -98,8 +99,13 @@ def keep_on_device(arrays: Structure, name: str) -> Structure:
             return leaf
         return tf.Variable(leaf, trainable=False)
 
-    with tf.device(name):
-        return tf.nest.map_structure(keep, arrays)
+    def keep_all() -> Structure:
+        with tf.device(name):
+            return tf.nest.map_structure(keep, arrays)
+
+    # Another thread is outside of the strategy's scope, in which a variable has a copy on each device.
+    with concurrent.futures.ThreadPoolExecutor(1) as outside:
+        return outside.submit(keep_all).result()
 
 
 def take_rows(kept: Structure, numbers: np.ndarray, name: str) -> Structure:
