@@ -18,7 +18,7 @@ All train with SGD, random images, and, on several devices, batch norm on each d
 frameworks do by default; --batch_norm=sync is for those that can, and measures kerasdp against itself without it (the
 peer `replica-norm`). Virtual CPU devices share the cores: expect no gain from more of them. Run nothing else meanwhile.
 
---help lists all flags; of those of training the contenders can take a few.
+--help lists all flags. The contenders take only a few training flags.
 """
 
 from absl import app, flags

@@ -76,7 +76,8 @@ def define(*names: str, **defaults: Any) -> None:
         raise UserError(f"kerasdp.flags.define: expected some of {', '.join(choices)}. Received: {', '.join(unknown)}")
     for known in choices.values():
         if (known.flag in names or not names) and known.flag not in flags.FLAGS:
-            text = f"{known.help} Default: {known.default_text}." if known.default_text else known.help
+            is_usual = known.default_text and known.flag not in defaults  # absl adds another default itself
+            text = f"{known.help} Default: {known.default_text}." if is_usual else known.help
             _DEFINE[known.kinds[0]](known.flag, defaults.get(known.flag), text)
 
 

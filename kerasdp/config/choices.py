@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import math
 import numbers
 import os
 import re
@@ -50,11 +49,8 @@ def is_count(text: str) -> bool:
 
 COUNT = Range("a whole number of at least 1", lambda number: number >= 1)
 FROM_0 = Range("a whole number of at least 0", lambda number: number >= 0)
-POSITIVE = Range("a number above 0", lambda number: math.isfinite(number) and number > 0)
 SWITCH = Range("True or False")
 FOLDER = Range("a folder")
-# `parse` checks the form of a name.
-NAME = Range("a name, or a name with arguments such as sgd(momentum=0.9)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

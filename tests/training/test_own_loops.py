@@ -152,3 +152,4 @@ def test_what_a_step_cannot_do(backend):
     for name, words in expected.items():
         assert words in received[name], name
         assert "\n" not in received[name]
+    assert all("read it outside of the step" in received[name] for name in ("numpy_inside", "condition"))
