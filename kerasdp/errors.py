@@ -132,11 +132,7 @@ class DeviceError(RunError):
 
 
 class NonFiniteLossError(RunError):
-    """Raised if the loss becomes NaN or infinite. The attribute `step` is the number of the step."""
-
-    def __init__(self, message: str, step: int = 0):
-        super().__init__(message)
-        self.step = step
+    """Raised if the loss becomes NaN or infinite."""
 
 
 class ReplicasDifferError(RunError):

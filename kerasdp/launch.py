@@ -159,6 +159,8 @@ def launch(
         # Before threads begin, which would have memory of their own.
         with hardware.kept_memory(choose_backend(settings.backend)), signals.noticed():
             cluster, settings = _resolve(settings)
+            if "keras" in sys.modules and (cluster is None or cluster.process == 0):
+                importlib.import_module("kerasdp.training.data_checks").warn_of_other_seed(settings.seed)
             with _folders(cluster, settings):
                 if settings.verbose != 0 and sys.stderr.isatty():  # else a user sees nothing for ten seconds or more
                     print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
@@ -171,11 +173,9 @@ def _explained_end(settings: Config | None, changes: dict[str, Any]) -> Iterator
     """Adds advice on resuming to a `KeyboardInterrupt`, and makes Python print uncaught errors of a run as one line."""
     try:
         yield
-    except KeyboardInterrupt as end:
-        end.add_note(redacted(_how_to_resume(dataclasses.replace(settings or Config(), **changes))))
-        end_in_a_line()
-        raise
-    except RunError:
+    except (KeyboardInterrupt, RunError) as end:
+        if isinstance(end, KeyboardInterrupt):
+            end.add_note(redacted(_how_to_resume(dataclasses.replace(settings or Config(), **changes))))
         end_in_a_line()
         raise
     finally:
@@ -452,7 +452,5 @@ _training = threading.Lock()  # held while `train` runs in this process
 @contextlib.contextmanager
 def _only_prints_of(is_chief: bool) -> Iterator[None]:
     """Discards stdout on all ranks except rank 0, so that `print` shows each line once. Does not change stderr."""
-    with contextlib.ExitStack() as stack:
-        if not is_chief:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(sys.stdout if is_chief else nothing):
         yield

@@ -40,15 +40,20 @@ def part_shape(shape: Sequence[int], axis: int, num_parts: int) -> tuple[int, ..
 
 def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
     """Returns the number of bytes of variables on one device if they are sharded over `num_parts` devices."""
-    return sum(
-        math.prod(variable.shape)
-        * bytes_of_number(variable.dtype)
-        // (1 if cut_axis(variable.shape, num_parts) is None else num_parts)
-        for variable in variables
-    )
+
+    def held(each: Any) -> int:
+        num_shards = 1 if cut_axis(each.shape, num_parts) is None else num_parts
+        return math.prod(each.shape) * _bytes_of_number(each.dtype) // num_shards
+
+    return sum(map(held, variables))
 
 
-def bytes_of_number(dtype: Any) -> int:
+def bytes_of_row(tensors: Iterable[Any]) -> int:
+    """Returns the number of bytes that tensors have for one sample. An axis of unknown size counts as 1."""
+    return sum(math.prod(size or 1 for size in each.shape[1:]) * _bytes_of_number(each.dtype) for each in tensors)
+
+
+def _bytes_of_number(dtype: Any) -> int:
     """Returns the number of bytes of one value of a dtype."""
     bits = re.search(r"\d+$", str(getattr(dtype, "name", dtype)))
     return int(bits[0]) // 8 if bits else 1

@@ -174,7 +174,7 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
         flag: name of the flag, for the error message.
 
     Raises:
-        UserError: if the file, the module or the function does not exist.
+        UserError: if the file, the module or the function does not exist, or the file defines a flag again.
     """
     place, _, function = name.rpartition(":")
     sys.path.append(os.getcwd())  # a program's own folder is on the path, but not the folder it is started from
@@ -189,6 +189,10 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
             module = importlib.import_module(place)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise UserError(f"--{flag}: {name!r} cannot be loaded: {error}; check the path and its imports") from error
+    except importlib.import_module("absl.flags").DuplicateFlagError as error:  # imports absl only after an error
+        twice = str(error).partition(".")[0]  # The flag 'batch_size' is defined twice
+        advice = f"move {function} to a file that defines no flags"
+        raise UserError(f"--{flag}: {place} and this program: {twice}; {advice}") from error
     finally:
         sys.path.pop()
     if not callable(getattr(module, function, None)):

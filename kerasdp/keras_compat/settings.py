@@ -20,6 +20,7 @@ from kerasdp.keras_compat.patches import original, replaced, replaced_in_each, s
 _CONVERTING = ("core", "image", "linalg", "math", "nn", "numpy", "optimizer", "random", "rnn", "sparse")
 # The state of Keras that a run sets: which devices hold a variable, its precision, and how attention is computed.
 _OF_RUN = ("distribution", "dtype_policy", "flash_attention")
+_GLOBAL_SEED = "global_random_seed"
 
 
 def keep_messages_of(kind: type[Exception]) -> None:
@@ -111,8 +112,17 @@ def set_seed(seed: int) -> None:
     """
     with without_tensorflow():
         keras.utils.set_random_seed(seed)
+    global_state.set_global_attribute(_GLOBAL_SEED, None)
     if "tensorflow" in sys.modules:
         sys.modules["tensorflow"].random.set_seed(seed)
+
+
+def seed_of_program() -> int | None:
+    """Returns the seed of the last call of `keras.utils.set_random_seed`; None if that was `set_seed`.
+
+    Keras 3.15 has no public function for this seed.
+    """
+    return global_state.get_global_attribute(_GLOBAL_SEED)
 
 
 def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:

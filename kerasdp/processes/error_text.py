@@ -9,7 +9,7 @@ import traceback
 
 from kerasdp.errors import DeviceError, RunError, UserError, WorkerError
 
-_KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_KIT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 
 
@@ -17,6 +17,11 @@ def is_of_user(path: str) -> bool:
     """Returns whether a file is user code, not part of a package, the standard library or a compiler's cache."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", _KIT)
     return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
+
+
+def is_of_kit(path: str) -> bool:
+    """Returns whether a file is a part of kerasdp."""
+    return path.startswith(_KIT)
 
 
 def first_line(error: BaseException) -> str:

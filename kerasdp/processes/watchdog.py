@@ -158,16 +158,19 @@ def seconds_without_a_move(place: Place) -> int:
 def describe_stacks(stacks: Mapping[str, str]) -> str:
     """Returns a text with the line of user code that each process executes.
 
-    The text names the innermost line of user code in the main thread. If there is none, it names the innermost line.
+    The text names the innermost line of user code in a thread of kerasdp that reads data, and otherwise in the main
+    thread. If there is no user code, the text names the innermost line of the main thread.
 
     Args:
         stacks: results of `read_stack`, by name of the process. The main thread is the last thread of each stack.
     """
     words = []
     for name, text in stacks.items():
-        frames = _FRAME.findall(text.strip().split("\n\n")[-1])
-        of_user = (frame for frame in frames if error_text.is_of_user(frame[0]))
-        path, line, function = next(of_user, (frames or [("", "", "")])[0])
+        *others, main = (_FRAME.findall(thread) for thread in text.strip().split("\n\n"))
+        # While the main thread hangs elsewhere, the threads that read data wait for it, in code of kerasdp.
+        reading = [frames for frames in others if any(error_text.is_of_kit(path) for path, *_ in frames)]
+        of_user = (frame for frames in [*reading, main] for frame in frames if error_text.is_of_user(frame[0]))
+        path, line, function = next(of_user, (main or [("", "", "")])[0])
         words.append(f"{name} is at {path}:{line}, in {function}" if path else f"{name} does not answer")
     return ", ".join(words)
 

@@ -191,8 +191,7 @@ class Recorder(keras.callbacks.Callback):
             if not math.isfinite(last):
                 raise NonFiniteLossError(
                     f"the loss became {last} at step {step} (epoch {self.run_state.epoch + 1}) with learning rate "
-                    f"{self._learning_rate():.3g}; try a lower --learning_rate, or check the data for NaN",
-                    step,
+                    f"{self._learning_rate():.3g}; try a lower --learning_rate, or check the data for NaN"
                 )
         return last
 

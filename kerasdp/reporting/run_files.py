@@ -6,16 +6,12 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kerasdp.config import versions
 from kerasdp.errors import UserError
 from kerasdp.processes.error_text import first_line
 from kerasdp.reporting.report import Facts, warn
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BACKEND_COLOURS = {"torch": "#e4572e", "jax": "#4c78a8", "tensorflow": "#f2a541"}
 
@@ -126,7 +122,7 @@ def _lines_until(last_step: int, path: str) -> list[str]:
 
 def make_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, grid: str = "both"
-) -> tuple["Figure", list["Axes"]]:
+) -> tuple[Any, list[Any]]:
     """Makes an empty Matplotlib figure.
 
     Does not use pyplot, so the figure does not affect the user's plots and display.
@@ -139,7 +135,7 @@ def make_figure(
         grid: direction of the grid lines: `"x"`, `"y"` or `"both"`.
 
     Returns:
-        The figure and its axes, row by row.
+        The `matplotlib.figure.Figure`, and the `matplotlib.axes.Axes` of each cell, row by row.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -26,7 +26,7 @@ from kerasdp.keras_compat.layers import all_layers, has_mask
 from kerasdp.keras_compat.models import as_functional, calls, inputs_structure, outputs_structure
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.reporting.report import in_columns
-from kerasdp.sharding import bytes_of_number
+from kerasdp.sharding import bytes_of_row
 from kerasdp.step.custom_steps import refuse_next_values
 
 __all__ = ["Stage", "split", "table"]
@@ -191,10 +191,7 @@ class Graph:
 
     def num_bytes(self, place: int) -> int:
         """Returns the size in bytes of the tensors that cross a place, for one sample."""
-        return sum(
-            int(np.prod([size or 1 for size in tensor.shape[1:]])) * bytes_of_number(tensor.dtype)
-            for tensor in self.crossing(place)
-        )
+        return bytes_of_row(self.crossing(place))
 
     def why_not(self, place: int) -> str:
         """Returns the reason why the model cannot be cut at a place; an empty text if it can be cut there."""

@@ -26,6 +26,7 @@ from kerasdp.keras_compat.models import (
     symbols_of,
     targets_of_losses,
 )
+from kerasdp.keras_compat.settings import seed_of_program
 from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
 from kerasdp.step.global_batch import is_loss_of_keras
@@ -76,9 +77,8 @@ def check_data(model: keras.Model, reader: Reader, batch: Batch, *, is_validatio
     check = functools.partial(_check_targets, model, outputs)
     source = reader.source if isinstance(reader, SampleReader) else None
     if isinstance(source, ArraySource) and _num_bytes(source.all_targets) <= MOST_LOOKED_THROUGH:
-        check(
-            *source.all_targets, np.arange(source.num_samples), ""
-        )  # all ranks check all rows, and name the same sample
+        # All ranks check all rows, so that they name the same sample.
+        check(*source.all_targets, np.arange(source.num_samples), "")
         return
     check(batch.targets, batch.sample_weight, batch.own_indices, "")
 
@@ -113,6 +113,13 @@ def warn_of_unscaled_images(model: keras.Model, batch: Batch) -> None:
             f"{model.name}: the images have values from 0 to 255, and no layer scales them; start the model with "
             "keras.layers.Rescaling(1 / 255)"
         )
+
+
+def warn_of_other_seed(seed: int) -> None:
+    """Warns if the program has set a seed with `keras.utils.set_random_seed` that differs from the seed of the run."""
+    given = seed_of_program()
+    if given not in (None, seed):
+        report.warn(f"keras.utils.set_random_seed({given}) has no effect on weights and data order; use --seed={given}")
 
 
 def chance_loss(model: keras.Model) -> float | None:

@@ -1,6 +1,5 @@
 """Prepares a model for the devices before its first step."""
 
-import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,7 +27,7 @@ from kerasdp.keras_compat.models import (
 from kerasdp.reporting import report
 from kerasdp.run_state import ModelCache
 from kerasdp.same.portable import portable
-from kerasdp.sharding import bytes_of_number
+from kerasdp.sharding import bytes_of_row
 from kerasdp.step.custom_steps import find_parts, find_rows_of_step, leave_unchanged, refuse_next_values, title_of
 from kerasdp.step.global_batch import (
     is_loss_of_keras,
@@ -38,7 +37,7 @@ from kerasdp.step.global_batch import (
 )
 from kerasdp.step.replica import all_variables, require_known_weights
 from kerasdp.step.row_search import NUM_ROWS, explaining_trial, find_row_layout, is_known, row_layout_of
-from kerasdp.training.data_checks import check_data, warn_of_unscaled_images
+from kerasdp.training.data_checks import check_data, warn_of_other_seed, warn_of_unscaled_images
 
 # For each model: the result of `compile` for which the warning about gathered outputs was printed.
 _said_of: ModelCache[tuple[Any, Any]] = ModelCache()
@@ -99,6 +98,7 @@ def prepare(
         _refuse_to_train(model, config)
         if strategy.processes.rank == 0:
             warn_of_unscaled_images(model, batch)
+            warn_of_other_seed(config.seed)
     require_known_weights(model)
     with scope():  # layers may get a seed generator, which is a variable on each device
         portable(model, config.batch_norm)
@@ -183,7 +183,7 @@ def _say_what_is_gathered(model: keras.Model, batch: Batch, strategy: Strategy) 
     _said_of.put(model, compiled)
     reasons = reasons_to_gather_for_loss(model) + reasons_to_gather_for_metrics(model)
     if reasons and strategy.processes.rank == 0:
-        num_bytes = len(batch.indices) * bytes_of_row(symbols)
+        num_bytes = len(batch.indices) * bytes_of_row(keras.tree.flatten(symbols))
         report.warn(
             f"each device gathers the outputs of the whole batch ({num_bytes / 1e6:,.2f} MB), for "
             f"{' and '.join(reasons)}; if a loss or metric is a sum over the samples, mark it with kerasdp.per_sample"
@@ -258,9 +258,3 @@ def _build(model: keras.Model, symbols: Any, with_targets: bool) -> None:
     elif not all(layer.built for layer in all_layers(model)):
         # Not `build`, which may leave the layers within a subclassed model as they are.
         model(symbols[0])
-
-
-def bytes_of_row(symbols: Any) -> int:
-    """Returns the size in bytes of the outputs for one sample. `symbols` is a structure of `KerasTensor`s."""
-    leaves = keras.tree.flatten(symbols)
-    return sum(math.prod(size or 1 for size in leaf.shape[1:]) * bytes_of_number(leaf.dtype) for leaf in leaves)

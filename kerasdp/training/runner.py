@@ -718,4 +718,4 @@ class Runner:
                 checkpointer.close()
                 kept = checkpointer.last_good
                 known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"
-                raise NonFiniteLossError(f"{error}; {known}", error.step) from None
+                raise NonFiniteLossError(f"{error}; {known}") from None

@@ -37,9 +37,11 @@ def test_each_is_at_the_innermost_line_of_the_user():
     assert describe_stacks({"rank 0": stack([PACKAGE, KIT])}) == f"rank 0 is at {PACKAGE}:7, in f0"
 
 
-def test_other_threads_do_not_count():
-    main = [STANDARD, KIT, "mine.py", KIT]
+def test_data_that_hangs_is_named_and_no_other_thread_is():
+    main, reads = [STANDARD, KIT, "mine.py", KIT], ["data.py", KIT, STANDARD]
     assert "is at mine.py:9" in describe_stacks({"rank 0": stack(["beside.py", STANDARD], main)})
+    assert "is at mine.py:9" in describe_stacks({"rank 0": stack([KIT, STANDARD], main)})
+    assert "is at data.py:7" in describe_stacks({"rank 0": stack(["beside.py", STANDARD], reads, main)})
 
 
 def test_a_process_that_is_stopped_writes_nothing():

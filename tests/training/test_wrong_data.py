@@ -152,3 +152,36 @@ def test_images_that_nothing_scales_are_named(backend):
     far = r"warning: the first loss is \d+(\.\d+)?, but random guesses have a loss of 2\.3"
     assert all(re.match(far, line) for line in lines[1:])
     assert len(lines) == 3
+
+
+WITHOUT_EFFECT = """
+import sys
+import keras
+import numpy as np
+import kerasdp
+
+keras.utils.set_random_seed(7)
+
+def train(runner):
+    x = np.ones((16, 4), "float32")
+    with runner.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for batch in runner.batches(x, batch_size=8, epochs=1):
+        pass
+    for seed in (3, 8):
+        keras.utils.set_random_seed(seed)
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+
+kerasdp.launch(train, num_devices=1, device="cpu", verbose=0, seed=3, workdir=sys.argv[1])
+"""
+
+
+@pytest.mark.short("jax")
+def test_a_seed_without_effect_and_a_loop_that_is_not_saved_are_named(backend, tmp_path):
+    done = run("-c", WITHOUT_EFFECT, tmp_path / "run", KERAS_BACKEND=backend)
+    assert [line for line in done.stderr.splitlines() if line.startswith("warning: ")] == [
+        "warning: keras.utils.set_random_seed(7) has no effect on weights and data order; use seed=7",
+        "warning: this loop saves no checkpoints and no logs; call runner.checkpoint before it",
+        "warning: keras.utils.set_random_seed(8) has no effect on weights and data order; use seed=8",
+    ], done.stderr
