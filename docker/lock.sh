@@ -1,6 +1,7 @@
 #!/bin/sh
-# Writes the locks of the images: each package that they install, with the hashes of PyPI's files of it. For Linux on
-# x86_64 and the Python of the images. Packages keep their versions where they can; --upgrade takes the newest.
+# Writes the lock files of the images. A lock file lists each package of an image, with the hashes of its files on PyPI,
+# for Linux on x86_64 and the Python version of the images. Packages keep their versions if possible. With --upgrade,
+# packages get their newest versions.
 #
 #     pip install uv && sh docker/lock.sh             after a change of pyproject.toml or constraints.txt
 #     sh docker/lock.sh cpu --torch-backend=cpu       one image, with options of uv
@@ -15,7 +16,7 @@ for image in $images; do
         torch) extras=torch; more= ;;
         *) extras=$image-cuda; more= ;;
     esac
-    # hatchling builds kerasdp itself, which takes nothing from an index then.
+    # The lock files include hatchling, so pip builds kerasdp without downloads from a package index.
     printf '%s\n' hatchling $more | uv --no-config pip compile pyproject.toml - --constraints=constraints.txt \
         $(printf -- '--extra=%s ' $extras fsspec) --python-version=3.12 --python-platform=x86_64-manylinux_2_28 \
         --only-binary=:all: --generate-hashes --no-annotate --quiet --custom-compile-command="sh docker/lock.sh" \

@@ -1,20 +1,21 @@
-# PyTorch, which brings CUDA 13, from PyPI's packages: the machine needs NVIDIA's driver and its container toolkit alone.
+# PyTorch with CUDA 13, from PyPI's packages: the host needs only NVIDIA's driver and container toolkit.
 #
 #     docker build -f docker/torch.Dockerfile -t kerasdp:torch .
 #     docker run --rm --gpus=all --shm-size=8g --user="$(id -u):$(id -g)" -v "$PWD:/work" \
 #         kerasdp:torch train --backend=torch
 #
-# python:3.12.13-slim-bookworm is rebuilt now and then. For the same base each time, add the digest that
-# `docker buildx imagetools inspect` prints for it: --build-arg=BASE=python:3.12.13-slim-bookworm@sha256:...
+# The image python:3.12.13-slim-bookworm is rebuilt from time to time. To use the same base image in each build, add
+# the digest that `docker buildx imagetools inspect` prints for this image:
+# --build-arg=BASE=python:3.12.13-slim-bookworm@sha256:...
 ARG BASE=python:3.12.13-slim-bookworm
 FROM $BASE
 COPY docker/torch.lock /src/docker/
-# What the lock says, file for file; then kerasdp itself, which takes nothing from an index.
+# Installs the files of the lock file, by hash. Then installs kerasdp, without downloads from a package index.
 RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r /src/docker/torch.lock
 COPY . /src
 RUN pip install --no-cache-dir --no-index --no-deps --no-build-isolation /src \
  && install -d -o 1000 -g 1000 /work
-# Not root. Another user, who may write to /work of the machine: docker run --user="$(id -u):$(id -g)".
+# The container does not run as root. To write to /work as your user: docker run --user="$(id -u):$(id -g)".
 ENV HOME=/tmp USER=kerasdp
 USER 1000:1000
 WORKDIR /work

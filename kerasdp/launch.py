@@ -95,14 +95,15 @@ def launch(
         device: `"gpu"`, `"tpu"`, `"cpu"`, or `"auto"`: GPUs or TPUs if there are any.
         precision: `"auto"`, `"float32"`, `"tf32"`, `"bfloat16"`, `"float16"` or `"float64"`.
         compile: torch only: `"on"`, `"off"`, `"cudagraphs"`, or `"auto"`: compile if many steps remain.
-        check: `"first"`: compare a split batch with a whole one before the first update; `"off"`.
+        check: `"first"`: before the first update, check that a split batch gives the results of the whole batch.
+            `"off"`: no check.
         shard: variables to shard over the devices: `"none"`, `"optimizer"` or `"weights"`.
         remat: layers to compute again in the backward pass: `"none"`, `"blocks"`, or names.
         strategy: how to split the work over the devices: `"data"`, `"pipeline"` (torch) or `"tensor"` (jax).
         cut_at: names of layers after which a pipeline is split, comma-separated.
         split_size: samples per micro-batch of a pipeline.
         batch_size: samples per step over all devices, unless `fit` sets it. Default: 64.
-        accumulate: number of micro-batches per step, whose gradients are added.
+        accumulate: number of micro-batches per step. The step adds their gradients.
         max_steps: number of updates after which the run ends.
         batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over the shard of each replica.
         seed: seed of initial weights, sample order and dropout. Default: 0.
@@ -321,8 +322,8 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
 def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
     """Runs `train` in this process or in a new, supervised process.
 
-    A new process is needed if the settings ask for restarts or a timeout, or if this process has started another
-    backend or other devices.
+    A new process is needed if `max_restarts` or `hang_timeout` is set, or if this process has started another backend
+    or other devices.
     """
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
@@ -412,8 +413,8 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             train = train.received()
         elif (name := tf_data_of(train)) is not None:
             warn(
-                f"{name}, which {name_of(train)} refers to, is a tf.data.Dataset made before kerasdp.launch: if it "
-                f"shuffles, its order does not depend on the seed of the run; create it in {name_of(train)}"
+                f"{name}, which {name_of(train)} refers to, is a tf.data.Dataset made before kerasdp.launch. If it "
+                f"shuffles, the order does not depend on the seed of the run; create the dataset in {name_of(train)}"
             )
         processes, timeout = strategy.processes, settings.hang_timeout
         if processes.num_processes > 1:

@@ -144,8 +144,9 @@ def lenet(
 ) -> keras.Model:
     """Builds LeNet: two convolutions with average pooling, then two dense layers.
 
-    It follows the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998), for images of `(28, 28,
-    1)`. The chapter uses `activation="relu"`. ReLU amplifies round-off, because its gradient jumps from 0 to 1 at 0.
+    The model follows the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998), for images of
+    `(28, 28, 1)`. The chapter uses `activation="relu"`. ReLU amplifies round-off, because its gradient jumps from 0 to
+    1 at 0.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)

@@ -46,7 +46,8 @@ def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
     A test calls `training_parity(build_model, data, ...)`. The function has the arguments of `kerasdp.parity.compare`,
     except `backends`, `device_counts`, `report` and `with_plain`. The reference run uses the first installed backend
-    and the first number of devices. With `batch_norm="replica"` it uses the same number of devices as this test.
+    and the first number of devices. With `batch_norm="replica"`, the reference run uses the number of devices of this
+    test.
     """
     from kerasdp import parity
     from kerasdp.processes.devices import is_installed

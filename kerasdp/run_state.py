@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
 class Detail(enum.IntEnum):
-    """Lists how much a training step can record.
+    """Defines three levels of detail at which a training step records values.
 
     `NOTHING` records no values. `SUMMARY` records a few scalars. `EVERYTHING` also records the output of each layer and
     the gradient of each weight.
@@ -79,7 +79,8 @@ class RunState:
         batch_size: rows of a full batch.
         epoch_images: number of rows that the current epoch has trained on.
         epoch_seconds: duration of the training part of each finished epoch.
-        num_restored: number of these epochs that a run before this one trained, maybe on other devices.
+        num_restored: number of entries of `epoch_seconds` from before the resume point, maybe measured on other
+            devices.
         epoch_rates: images per second of each finished epoch.
         is_epoch_cut: whether the current epoch ended before its last batch.
     """

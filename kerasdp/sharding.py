@@ -12,7 +12,7 @@ SMALLEST = 2**11
 def cut_axis(shape: Sequence[int], num_parts: int) -> int | None:
     """Returns the axis along which a variable is sharded: the largest axis whose size is divisible by `num_parts`.
 
-    If several axes have this size, it is the last of these axes.
+    If several axes have this size, the result is the last of these axes.
 
     Args:
         shape: shape of the variable.
@@ -39,7 +39,7 @@ def part_shape(shape: Sequence[int], axis: int, num_parts: int) -> tuple[int, ..
 
 
 def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
-    """Returns the number of bytes of variables on one device if they are sharded over `num_parts` devices."""
+    """Returns how many bytes variables need on each device if they are sharded over `num_parts` devices."""
 
     def held(each: Any) -> int:
         num_shards = 1 if cut_axis(each.shape, num_parts) is None else num_parts
@@ -49,7 +49,7 @@ def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
 
 
 def bytes_of_row(tensors: Iterable[Any]) -> int:
-    """Returns the number of bytes that tensors have for one sample. An axis of unknown size counts as 1."""
+    """Returns how many bytes one sample needs in all given tensors together. An axis of unknown size counts as 1."""
     return sum(math.prod(size or 1 for size in each.shape[1:]) * _bytes_of_number(each.dtype) for each in tensors)
 
 

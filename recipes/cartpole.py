@@ -4,7 +4,7 @@
     python recipes/cartpole.py                                       # the first backend installed
     python recipes/cartpole.py --backend=jax --gpus=2 --workdir=runs/cartpole
 
-Expected of the first run: the pole stands for 20 steps at the start, and for more than 300 on average after 800
+Expected of the first command: the pole stands for 20 steps at the start, and for more than 300 on average after 800
 updates. This takes a minute on two CPU cores. The curve is the same on all backends and numbers of devices, up to
 round-off.
 
@@ -23,7 +23,7 @@ kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, a
 
 
 def train(runner):
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import gymnasium
     import keras
     import numpy as np

@@ -4,9 +4,9 @@
     python recipes/custom_loop.py --backend=jax --gpus=2 --workdir=runs/loop
     python recipes/custom_loop.py --backend=torch --workdir=runs/loop --resume
 
-Expected of the first: 460 steps in a few minutes on two CPU cores. The critic's distance between real and generated
-digits falls from above 10 to about 2. generated.png in the workdir shows a hundred generated digits. The curve is the
-same on all backends and numbers of devices, up to round-off, which a GAN amplifies.
+Expected of the first command: 460 steps in a few minutes on two CPU cores. The critic's distance between real and
+generated digits falls from above 10 to about 2. generated.png in the workdir shows a hundred generated digits. The
+curve is the same on all backends and numbers of devices, up to round-off, which a GAN amplifies.
 
 Each step updates the critic three times and the generator once. It is one function, written with Keras layers,
 `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your project and edit it.
@@ -47,7 +47,7 @@ def build(image_shape: tuple[int, int, int]):
 
 
 def train(runner):
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import keras
     import numpy as np
     from keras import ops

@@ -4,9 +4,9 @@
     python recipes/diffusion.py --backend=jax --gpus=2 --workdir=runs/diffusion
     python recipes/diffusion.py --backend=torch --workdir=runs/diffusion --resume
 
-Expected of the first: 440 steps in a few minutes on two CPU cores. The mean error of the predicted noise falls from 0.8
-to below 0.15. It is the same on all backends and numbers of devices. generated.png in the workdir shows digits that are
-generated from noise, in 20 steps of DDIM.
+Expected of the first command: 440 steps in a few minutes on two CPU cores. The mean error of the predicted noise falls
+from 0.8 to below 0.15. It is the same on all backends and numbers of devices. generated.png in the workdir shows digits
+that are generated from noise, in 20 steps of DDIM.
 
 A small U-Net predicts the noise in images. Its moving average generates the digits. The step is one function, written
 with Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your project and edit it.
@@ -48,7 +48,7 @@ def build(image_shape: tuple[int, int, int]):
 
 
 def train(runner):
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import keras
     import numpy as np
     from keras import ops
@@ -95,7 +95,7 @@ def train(runner):
 
     @runner.step(returns="rows")
     def denoise(batch):
-        """Takes one step of DDIM: removes noise from images, from a time to an earlier time."""
+        """Removes noise from images, with one DDIM step from a time to an earlier time."""
         noisy, time, earlier = batch["noisy"], batch["time"], batch["earlier"]
         noise = ema_network([noisy, time], training=False)
         signal_rate, noise_rate = (rate[:, :, None, None] for rate in rates(time))

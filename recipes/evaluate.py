@@ -5,7 +5,7 @@
     python recipes/evaluate.py --checkpoint=runs/mine/checkpoints/best.safetensors --backend=jax --gpus=2
     python recipes/evaluate.py --checkpoint=model.keras --dataset=images --data_dir=photos
 
-Expected of the second: accuracy 0.975 on 360 held-out digits, the same as at the end of the training.
+Expected of the second command: accuracy 0.975 on 360 held-out digits, the same as at the end of the training.
 
 The checkpoint may come from another backend. --dataset takes the same values as in recipes/train.py. Each sample of its
 test data counts exactly once. evaluation.json in --workdir has the loss and the metrics. To change them, edit

@@ -31,7 +31,7 @@ def export(runner):
 
     to = FLAGS.to
     if os.path.exists(to):
-        raise kerasdp.UserError(f"--to: {to!r} is there already: remove it, or choose another name")
+        raise kerasdp.UserError(f"--to: {to!r} exists already; remove it, or choose another name")
     model = kerasdp.load_model(FLAGS.checkpoint)  # with custom layers: load_model(checkpoint, make_model())
     if to.endswith((".keras", ".weights.h5")):
         kerasdp.export(model, to)

@@ -5,9 +5,10 @@
     python recipes/finetune.py --lora_rank=8 --preset=bert_tiny_en_uncased --dataset=mine.py:texts
     python recipes/finetune.py --lora_rank=8 --checkpoint_weights=trained --workdir=runs/tuned        # then --resume
 
-Expected of the first: accuracy on upside-down digits rises from 0.4 to 0.9, in half a minute. --dataset is a function
-that returns (x_train, y_train), (x_test, y_test): arrays, or texts for a preset. model.keras in the workdir is a plain
-Keras model with merged adapters. `add_adapters` chooses their layers. Copy this file into your project and edit it.
+Expected of the first command: accuracy on upside-down digits rises from 0.4 to 0.9, in half a minute. --dataset is a
+function that returns (x_train, y_train), (x_test, y_test): arrays, or texts for a preset. model.keras in the workdir is
+a plain Keras model with merged adapters. `add_adapters` chooses their layers. Copy this file into your project and edit
+it.
 """
 
 import json
@@ -32,7 +33,10 @@ kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, a
 
 
 def add_adapters(model, rank):
-    """Freezes a model and adds LoRA to its query and value projections, or Dense layers. Call it before `compile`."""
+    """Freezes a model, and adds LoRA adapters to its query and value projections. Call this function before `compile`.
+
+    A model without attention gets adapters in all Dense layers except the last one.
+    """
     from keras import layers
 
     if hasattr(model, "backbone"):  # a KerasHub task, whose head also trains
@@ -47,7 +51,7 @@ def add_adapters(model, rank):
     chosen = [each for layer in attentions for each in (layer.query_dense, layer.value_dense)]
     chosen = chosen or [layer for layer in model.layers if isinstance(layer, layers.Dense)][:-1]
     if not chosen:
-        raise kerasdp.UserError(f"--lora_rank: {model.name} has no attention, and no Dense before the last layer")
+        raise kerasdp.UserError(f"--lora_rank: {model.name} has no attention or hidden Dense layer; use --lora_rank=0")
     for layer in chosen:
         layer.enable_lora(rank)
 
@@ -74,7 +78,7 @@ def make_model_and_data(runner):
 
 
 def train(runner):
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
 
     model, *data = make_model_and_data(runner)
     preprocessor = getattr(model, "preprocessor", None)  # of a KerasHub task
@@ -96,7 +100,10 @@ def train(runner):
 
 
 def fit(runner, model, training, held_out, epochs):
-    """Compiles (needed after a change of `trainable`) and trains. Returns the evaluations before and after."""
+    """Compiles and trains a model. Returns its loss and accuracy on held-out data before and after the training.
+
+    After a change of `trainable`, a model must be compiled again.
+    """
     import keras
 
     optimizer = keras.optimizers.Adam(FLAGS.learning_rate)
@@ -114,7 +121,7 @@ def main(argv):
         raise kerasdp.UserError("--preset and --weights both name the model: leave out one of them")
     if bool(FLAGS.preset or FLAGS.weights) != bool(FLAGS.dataset):
         raise kerasdp.UserError(
-            "--dataset=FILE.py:FUNCTION goes with --weights or --preset: give both, or none of them"
+            "--weights and --preset need --dataset=FILE.py:FUNCTION, and --dataset needs one of them; add that flag"
         )
     kerasdp.launch(train, **given)
 

@@ -9,7 +9,7 @@ Expected of the first two: test accuracy of at least 0.9, in about a minute on 2
     python recipes/train.py --model="lenet(activation='relu')" --batch_size=48 --epochs=8 --optimizer=sgd \\
         --learning_rate=0.05
 
-docs/from-scratch.md explains it. It follows "Multi-GPU training from scratch" (d2l.ai): flags/lesson_fashion.flags.
+docs/from-scratch.md explains this recipe. flags/lesson_fashion.flags has the settings of the lesson on d2l.ai.
 """
 
 import functools
@@ -88,7 +88,7 @@ def copy_to(device: str, array: Any) -> Any:
 def split_and_load(batch: np.ndarray, devices: list) -> list:
     """Splits a batch into equal shards, and copies one to each device."""
     if len(batch) % len(devices):
-        expected = f"--batch_size: expected a batch that divides by the {len(devices)} devices"
+        expected = f"--batch_size: expected a multiple of {len(devices)}, the number of devices"
         raise kerasdp.UserError(f"{expected}. Received: {len(batch)} samples")
     return [copy_to(device, shard) for device, shard in zip(devices, np.split(batch, len(devices)))]
 
@@ -131,7 +131,7 @@ def demonstrate(devices: list, weights: list[np.ndarray]) -> None:
 
 
 def train_batch(parameters: list, devices: list, working: list, batch: tuple, learning_rate: float) -> float:
-    """Trains a batch on the `working` devices, and updates all devices. Returns the mean loss."""
+    """Trains with one batch on the `working` devices, and updates the weights on all devices. Returns the mean loss."""
     import keras
 
     results = []

@@ -4,8 +4,9 @@
     python recipes/make_shards.py shards --format=array_record --num_shards=8
     python recipes/make_shards.py shards --dataset=fashion_mnist
 
-Expected of the first: six files in seconds, three with `train` and three with `test` in their names. Hugging Face's
-`datasets` writes Parquet. A library that comes with `grain` writes ArrayRecord. Both: pip install 'kerasdp[data]'.
+Expected of the first command: six files in seconds, three with `train` and three with `test` in their names. Hugging
+Face's `datasets` writes Parquet. A library that comes with `grain` writes ArrayRecord. Both: pip install
+'kerasdp[data]'.
 
 Copy this file into your project and edit it.
 """

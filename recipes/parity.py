@@ -26,7 +26,7 @@ flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, 
 flags.DEFINE_string("data_dir", None, "Folder of images, for --dataset=images only.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
 flags.DEFINE_float("learning_rate", None, "Learning rate. Default: as in --optimizer.")
-flags.register_validator("device_counts", lambda counts: all(map(str.isdecimal, counts)), "expected such as 1,2,4")
+flags.register_validator("device_counts", lambda counts: all(map(str.isdecimal, counts)), "expected, for example 1,2,4")
 # Not TF32, the default precision on GPUs: in TF32 all trainings would differ.
 kerasdp.flags.define("device", "precision", "batch_size", "batch_norm", "compile", "seed", "max_steps", "workdir",
                      device="auto", precision="float32", batch_size=64, max_steps=40)  # fmt: skip

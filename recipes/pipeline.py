@@ -7,7 +7,7 @@
 It trains with torch in three ways:
 - single device
 - layer split: the model is cut over two devices, and they take turns
-- pipelined, for each of --split_sizes: the first device computes a micro-batch while the second computes the one before
+- pipelined, for each of --split_sizes: the first device computes a micro-batch, the second computes the previous one
 
 A table shows the mean and deviation of the time of several repetitions, and the memory of each device. pipeline.json
 and two charts are in --workdir. Expect no gain on virtual CPU devices that share cores.
@@ -33,7 +33,7 @@ flags.DEFINE_integer("repetitions", 10, "Epochs to measure, after a first epoch 
 flags.DEFINE_string("model", "lenet", "toy, mlp, lenet, convnet, resnet18, resnet50, or file.py:function.")
 flags.DEFINE_string("dataset", "digits", "A data set of kerasdp, such as mnist, or file.py:function.")
 flags.DEFINE_string("optimizer", "sgd(learning_rate=0.03, momentum=0.9)", "Any Keras optimizer, such as adam.")
-flags.register_validator("split_sizes", lambda sizes: all(map(str.isdecimal, sizes)), "expected such as 1,2,4")
+flags.register_validator("split_sizes", lambda sizes: all(map(str.isdecimal, sizes)), "expected, for example 1,2,4")
 kerasdp.flags.define("backend", "gpus", "device", "precision", "compile", "cut_at", "batch_size", "seed", "workdir",
                      backend="torch")  # fmt: skip
 
@@ -47,7 +47,7 @@ def toy(input_shape: tuple[int, ...], num_classes: int) -> Any:
 
 
 def train(runner: "kerasdp.Runner") -> dict[str, Any]:
-    """Trains in one of the ways. Each epoch is a repetition. The first epoch compiles and is not counted."""
+    """Trains the model. Returns the seconds of each epoch except the first, which compiles, and the peak memory."""
     import keras
 
     from kerasdp.models import convnet, lenet, mlp, resnet18, resnet50
@@ -96,7 +96,7 @@ def main(argv):
         print(f"{name:28} {mean:8.3f} s +- {deviation:.3f}{memory}", flush=True)
     pipelined = {name: result["seconds"] for name, result in found.items() if name.startswith("pipelined")}
     if not pipelined:
-        raise kerasdp.RunError("no pipeline could be trained")
+        raise kerasdp.RunError("no pipelined run has finished; the messages above say why")
     best = min(pipelined, key=lambda name: statistics.mean(pipelined[name]))
     print(f"best: {best}")
     folder = pathlib.Path(str(config.workdir))
@@ -110,7 +110,7 @@ def main(argv):
 
 
 def draw(seconds: dict[str, list[float]], kind: str, path: pathlib.Path, **labels: str) -> None:
-    """Draws the mean and deviation of the repetitions, as bars or as a line."""
+    """Draws the mean and the standard deviation of the measured times, as bars or as a line."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(6.4, 4.2), layout="tight")).subplots()

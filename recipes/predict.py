@@ -5,7 +5,7 @@
     python recipes/predict.py --checkpoint=runs/mine --output=logits.npy --backend=jax --gpus=2
     python recipes/predict.py --checkpoint=model.keras --dataset=my_data.py:load
 
-Expected of the second: 360 rows, the same on every backend and number of devices up to 1e-5.
+Expected of the second command: 360 rows, the same on every backend and number of devices up to 1e-5.
 
 The checkpoint may come from another backend. --dataset takes the same values as in recipes/train.py. Each sample of its
 test data has one row, in order. A row has the raw outputs of the model. Models of recipes/train.py return logits.
@@ -25,7 +25,7 @@ flags.DEFINE_string("output", None, "Target, a .npy or .csv file. Default: predi
 flags.DEFINE_string("dataset", "digits", "Data set of recipes/train.py, or file.py:function.")
 flags.DEFINE_string("data_dir", None, "Folder of images, for --dataset=images only.")
 flags.register_validator(
-    "output", lambda path: path is None or path.endswith((".npy", ".csv")), "expected .npy or .csv"
+    "output", lambda path: path is None or path.endswith((".npy", ".csv")), "expected a .npy or .csv file"
 )
 kerasdp.flags.define("backend", "gpus", "device", "precision", "batch_size", "workdir")
 

@@ -5,7 +5,7 @@
     python recipes/ray_train.py --workers=4 --gpus=1 --max_restarts=3 --workdir=/shared/runs/mine
     python recipes/ray_train.py --help
 
-Expected of the first run: the loss curve of recipes/train.py.
+Expected of the first command: the loss curve of recipes/train.py.
 
 It connects to the Ray cluster of this machine, or of $RAY_ADDRESS. If there is no cluster, it starts one on this
 machine. --gpus is the number of devices of each worker; with torch it is 1. All nodes must share the folder --workdir,

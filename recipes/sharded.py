@@ -5,7 +5,8 @@
     python recipes/sharded.py --data_dir=shards --backend=jax --gpus=4 --workdir=runs/shards
     python recipes/sharded.py --data_dir=shards --workdir=runs/shards --resume     # skips samples without reading them
 
-Expected of the second: validation accuracy at least 0.96 on held-out digits, in less than two minutes on two CPU cores.
+Expected of the second command: validation accuracy at least 0.96 on held-out digits, in less than two minutes on two
+CPU cores.
 
 Each process reads only the samples of its rows, by their index. `datasets` reads Parquet, mapped into memory. `grain`
 reads ArrayRecord. Both: pip install 'kerasdp[data]'. Threads decode the images.
@@ -31,7 +32,7 @@ kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, a
 
 
 def train(runner: "kerasdp.Runner") -> None:
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import keras
 
     with runner.scope():

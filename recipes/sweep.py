@@ -5,7 +5,7 @@
     python recipes/sweep.py --trials=30 --epochs=3 --workdir=runs/sweep --resume         # continues, with more
     python recipes/sweep.py --help
 
-Expected of the first sweep: a line for each run, and the best with a validation loss below 0.2.
+Expected of the first command: a line for each run, and the best with a validation loss below 0.2.
 
 `choose` has the values to search. To search other values, edit it in a copy of this file and recipes/train.py. Optuna
 picks values that minimize the last validation loss. Each run has a separate process, and a folder in the workdir.
@@ -30,7 +30,7 @@ flags.adopt_module_key_flags(train)
 
 
 def choose(trial: Any) -> None:
-    """Sets the flags to search to the values of a trial."""
+    """Sets each searched flag to the value that Optuna suggests for a trial."""
     FLAGS.learning_rate = trial.suggest_float("learning_rate", 0.003, 0.1, log=True)
     FLAGS.batch_size = trial.suggest_categorical("batch_size", [32, 64, 128])
 
@@ -39,7 +39,7 @@ def main(argv):
     """Runs the trials one after the other. Each trial calls `train.train`."""
     given = kerasdp.flags.values(argv)
     if "checkpoint_dir" in given:
-        raise kerasdp.UserError("--checkpoint_dir: expected none, since each run has a folder in --workdir")
+        raise kerasdp.UserError("--checkpoint_dir: a sweep writes checkpoints to --workdir; leave out --checkpoint_dir")
     workdir = given["workdir"]
     try:
         import optuna
@@ -51,7 +51,7 @@ def main(argv):
     os.makedirs(workdir, exist_ok=True)
     path = os.path.join(workdir, "optuna.journal")
     if os.path.exists(path) and not FLAGS.resume:
-        raise kerasdp.UserError(f"--workdir: {path} is there already; continue it (--resume), or choose another folder")
+        raise kerasdp.UserError(f"--workdir: {path} exists already; continue it (--resume), or choose another folder")
     study = optuna.create_study(
         storage=JournalStorage(JournalFileBackend(path)), study_name="sweep", load_if_exists=True
     )
@@ -78,7 +78,7 @@ def main(argv):
             print(f"failed: {error}", flush=True)
             study.tell(trial, state=TrialState.FAIL)
     if not study.get_trials(states=[TrialState.COMPLETE]):
-        raise kerasdp.RunError("no run of the sweep came to its end")
+        raise kerasdp.RunError("no run of the sweep has finished; the messages above say why")
     best = study.best_trial
     print(f"best: {best.params}, validation loss {best.value:.4f}; files in {best.user_attrs['workdir']}")
 

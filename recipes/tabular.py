@@ -5,8 +5,8 @@
     python recipes/tabular.py --backend=torch --workdir=runs/table --resume
     python recipes/tabular.py --csv=houses.csv --target=price
 
-Expected of the first: a root mean squared error of 1.1 on held-out rows, in half a minute on two CPU cores. No model
-can be better than 1.0, the noise of the table. A linear model reaches 2.6.
+Expected of the first command: a root mean squared error of 1.1 on held-out rows, in half a minute on two CPU cores. No
+model can be better than 1.0, the noise of the table. A linear model reaches 2.6.
 
 Without --csv the table is generated: Friedman's first problem (Multivariate Adaptive Regression Splines, 1991), with a
 category that shifts the target. A CSV column with only numbers is an input of numbers. Every other column is a
@@ -32,7 +32,7 @@ kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, a
 
 
 def make_table():
-    """Generates a table. Returns a column of 10,000 values for each name."""
+    """Generates a table. Returns a dictionary of columns: for each name an array of 10,000 values."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def read_table(path):
 
 
 def make_data():
-    """Returns training (x, y), test (x, y) with every fifth row, and the number of values of each category."""
+    """Returns training (x, y), test (x, y), and the number of different values in each column of categories."""
     import numpy as np
 
     columns = read_table(FLAGS.csv) if FLAGS.csv else make_table()
@@ -97,7 +97,7 @@ def make_model(x, sizes):
 
 
 def train(runner):
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import keras
 
     (x, y), held_out, sizes = make_data()

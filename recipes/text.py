@@ -4,9 +4,9 @@
     python recipes/text.py --backend=jax --gpus=2 --workdir=runs/text
     python recipes/text.py --backend=torch --workdir=runs/text --resume
 
-Expected of the first: it predicts 0.60 of the characters in held-out text, in some minutes on two CPU cores. Always
-guessing a space is right 0.18 of the time, a table of character pairs 0.30. The manual depends on the version of Python
-(here 3.11), so another Python reaches other values. Backends and numbers of devices do not change them.
+Expected of the first command: it predicts 0.60 of the characters in held-out text, in some minutes on two CPU cores.
+Always guessing a space is right 0.18 of the time, a table of character pairs 0.30. The manual depends on the version of
+Python (here 3.11), so another Python reaches other values. Backends and numbers of devices do not change them.
 
 The text is split into windows of 128 characters. So there is no padding, and the step is compiled once.
 
@@ -58,7 +58,7 @@ def build(num_characters: int):
 
 
 def train(runner: "kerasdp.Runner") -> None:
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import keras
 
     training, held_out, num_characters = windows()

@@ -7,8 +7,8 @@
     python recipes/train.py --flagfile=flags/resnet18_fashion_2gpus.flags
     python recipes/train.py --help
 
-Expected of the first two: validation accuracy of 0.975 on held-out digits, in less than a minute on two CPU cores. The
-losses are the same on every backend and number of devices. They are in steps.jsonl in the workdir.
+Expected of the first two commands: validation accuracy of 0.975 on held-out digits, in less than a minute on two CPU
+cores. The losses are the same on every backend and number of devices. They are in steps.jsonl in the workdir.
 
 Copy this file into your project and edit it.
 """
@@ -54,7 +54,7 @@ def make_optimizer(num_steps):
 
 
 def train(runner):
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import keras
 
     data = make_data()

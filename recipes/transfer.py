@@ -28,7 +28,7 @@ import kerasdp
 FLAGS = flags.FLAGS
 flags.DEFINE_string("backbone", "MobileNetV2", "Name of a model of keras.applications.")
 flags.DEFINE_string("weights", "imagenet", "imagenet (a download), none, or a .weights.h5 file.")
-flags.DEFINE_string("dataset", "images(size=(160,160))", "Images and their size, or file.py:function.")
+flags.DEFINE_string("dataset", "images(size=(160,160))", "Data set: images(size=(HEIGHT,WIDTH)) or file.py:function.")
 flags.DEFINE_string("data_dir", None, "Folder of images, with a sub-folder per class.")
 flags.DEFINE_integer("batch_size", 32, "Samples per step, over all devices.", lower_bound=1)
 flags.DEFINE_integer("head_epochs", 5, "Epochs of the first fit, which trains only the new head.", lower_bound=1)
@@ -39,7 +39,7 @@ kerasdp.flags.define()  # --backend, --gpus, --precision, --workdir, --resume, a
 
 
 def train(runner):
-    """Trains the model, after the backend is chosen. With torch it runs in one process for each device."""
+    """Trains the model, after the backend is chosen. With torch this function runs in one process for each device."""
     import keras
     from keras import layers
 

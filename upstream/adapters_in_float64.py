@@ -1,4 +1,4 @@
-"""The adapters (LoRA) of a layer in float64 are float64."""
+"""The LoRA adapters of a float64 layer have the dtype float64."""
 
 # backends: torch, jax, tensorflow
 import keras

@@ -1,4 +1,4 @@
-"""A layer made of its configuration has the alpha of its adapters (LoRA)."""
+"""`get_config` and `from_config` keep the value of `lora_alpha`."""
 
 # backends: torch, jax, tensorflow
 import keras

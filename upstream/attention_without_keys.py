@@ -1,4 +1,4 @@
-"""Attention gives a query whose keys are all masked the same, whether scores are asked for or not."""
+"""If all keys of a query are masked, `return_attention_scores=True` does not change the attention output."""
 
 # backends: torch, jax, tensorflow
 import keras

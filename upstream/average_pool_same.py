@@ -1,4 +1,4 @@
-"""Average pooling with `padding="same"` counts no padding."""
+"""Average pooling with `padding="same"` leaves the padding out of the average."""
 
 # backends: torch, jax, tensorflow
 import keras

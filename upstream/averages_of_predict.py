@@ -1,4 +1,4 @@
-"""`predict` with `SwapEMAWeights` leaves the weights as they were."""
+"""`predict` with the callback `SwapEMAWeights` does not change the weights."""
 
 # backends: torch, jax, tensorflow
 import keras

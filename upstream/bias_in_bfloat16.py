@@ -1,4 +1,4 @@
-"""The gradient of a convolution's bias in bfloat16 adds up what all places give: 3,000 times 1 is 3000, not 256."""
+"""In bfloat16, the gradient of a convolution bias is exact: the sum of 3,000 ones is 3000, not 256."""
 
 # backends: torch, jax, tensorflow
 import keras

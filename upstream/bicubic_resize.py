@@ -1,4 +1,4 @@
-"""Cubic interpolation gives the same numbers on each backend: here those of jax."""
+"""Bicubic resizing returns the same values on each backend (reference: jax)."""
 
 # backends: torch, jax, tensorflow
 import keras

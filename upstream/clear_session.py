@@ -1,4 +1,4 @@
-"""`clear_session` leaves the dtype policy as it was set."""
+"""`clear_session` does not change the dtype policy."""
 
 # backends: torch, jax, tensorflow
 import keras

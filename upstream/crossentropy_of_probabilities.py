@@ -1,4 +1,4 @@
-"""The gradient of a crossentropy depends on the probabilities, and not on the operation that made them."""
+"""The gradient of a crossentropy depends on the probabilities, not on the operation that computed them."""
 
 # backends: torch, jax, tensorflow
 import keras

@@ -1,4 +1,4 @@
-"""The gradient of a cumulative product is right where a number is zero."""
+"""The gradient of `cumprod` is correct if an input is zero."""
 
 # backends: torch, jax, tensorflow
 import keras

@@ -1,4 +1,4 @@
-"""The gradient of an embedding in bfloat16 adds up what all tokens give: of a thousand times 1 it is 1000, not 256."""
+"""In bfloat16, the gradient of an embedding is exact: the sum of 1,000 ones is 1000, not 256."""
 
 # backends: torch, jax, tensorflow
 import keras

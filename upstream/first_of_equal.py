@@ -1,4 +1,4 @@
-"""`argmax` gives the place of the first of the largest numbers, of which -0.0 and 0.0 are equal."""
+"""`argmax` returns the index of the first maximum, and treats -0.0 and 0.0 as equal."""
 
 # backends: torch, jax, tensorflow
 import keras

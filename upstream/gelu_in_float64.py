@@ -1,4 +1,4 @@
-"""GELU of float64 is right in float64."""
+"""GELU of a float64 tensor is accurate to float64."""
 
 # backends: torch, tensorflow
 import keras

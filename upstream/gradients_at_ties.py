@@ -1,4 +1,4 @@
-"""At a tie or at a bound a function has the same gradient on each backend: here those of PyTorch."""
+"""At a tie, at a bound or at 0, functions have the same gradient on each backend (reference: PyTorch 2.13)."""
 
 # backends: torch, jax, tensorflow
 import keras

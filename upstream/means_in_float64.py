@@ -1,4 +1,4 @@
-"""A mean and a layer norm of float64 are float64."""
+"""The mean and the layer norm of a float64 tensor are computed in float64."""
 
 # backends: torch, tensorflow
 import keras

@@ -1,4 +1,4 @@
-"""A convolution with one filter trains in float64."""
+"""A convolution with one filter can be trained in float64."""
 
 # backends: torch, tensorflow
 import keras

@@ -1,4 +1,4 @@
-"""Of two ranks the moving mean of a batch norm is that of all samples, the same on both."""
+"""On two ranks, the moving mean of batch norm covers the samples of both ranks, and is equal on both ranks."""
 
 # backends: torch
 # needs: keras 3.16

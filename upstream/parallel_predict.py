@@ -1,4 +1,4 @@
-"""Of two ranks `predict` returns the outputs of all samples."""
+"""On two ranks, `predict` returns the outputs of all samples."""
 
 # backends: torch
 # needs: keras 3.16

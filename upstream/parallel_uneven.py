@@ -1,4 +1,4 @@
-"""Two ranks train data whose batches are uneven in number, to the end."""
+"""Training finishes if two ranks have different numbers of batches."""
 
 # backends: torch
 # needs: keras 3.16

@@ -1,4 +1,4 @@
-"""A layer in a RematScope drops the same numbers in the backward pass as in the forward pass."""
+"""In a `RematScope`, dropout uses the same mask in the backward pass as in the forward pass."""
 
 # backends: torch, tensorflow
 import keras

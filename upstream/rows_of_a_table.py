@@ -1,4 +1,4 @@
-"""An optimizer squares the gradient of a token that occurs twice as a whole, and not each of its parts."""
+"""If a token occurs twice in a batch, the optimizer adds its two gradients before it squares the sum."""
 
 # backends: torch, jax, tensorflow
 import keras

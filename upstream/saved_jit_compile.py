@@ -1,4 +1,4 @@
-"""A saved model does not fix `jit_compile` to what "auto" meant where it was saved."""
+"""A saved model stores `jit_compile="auto"`, not the value that Keras chose for "auto"."""
 
 # backends: torch, jax, tensorflow
 import keras

@@ -1,4 +1,4 @@
-"""A saved optimizer has the public name of its class, which each backend knows."""
+"""A saved optimizer names its public class, which exists on each backend."""
 
 # backends: torch, jax, tensorflow
 import keras

@@ -1,4 +1,4 @@
-"""The crossentropy of the classes of pixels, as probabilities, has a gradient."""
+"""`sparse_categorical_crossentropy` of the class probabilities of pixels has a gradient."""
 
 # backends: torch, jax, tensorflow
 import keras

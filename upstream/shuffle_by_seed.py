@@ -1,4 +1,4 @@
-"""The order in which `fit` shuffles depends on the seed."""
+"""The order in which `fit` shuffles the samples depends on the seed."""
 
 # backends: torch, jax, tensorflow
 import keras

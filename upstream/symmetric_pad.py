@@ -1,4 +1,4 @@
-"""`pad` with `mode="symmetric"` gives the numbers that NumPy does."""
+"""`pad` with `mode="symmetric"` returns the same values as NumPy."""
 
 # backends: torch, jax, tensorflow
 import keras

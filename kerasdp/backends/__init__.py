@@ -1,1 +1,1 @@
-"""Contains one package per backend: torch, jax and tensorflow. `kerasdp.contract` defines their contents."""
+"""Contains one package per backend: torch, jax and tensorflow. See `kerasdp.contract` for their common interface."""

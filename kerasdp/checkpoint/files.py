@@ -136,8 +136,8 @@ class Writer:
 
     Attributes:
         last_good: path of the newest checkpoint that was written.
-        unwritten: a text that names a later checkpoint that could not be written, and the reason. None if no checkpoint
-            is missing.
+        unwritten: a text about the newest checkpoint, if it could not be written: its step, the reason, and the path of
+            the last good checkpoint. None if the newest checkpoint was written.
     """
 
     def __init__(self, folder: str, keep: int, report: Callable[[str], None]):
@@ -205,7 +205,7 @@ class Writer:
             reason = error.strerror or str(error)
             if self.unwritten is None:  # once, until one is written again
                 self._report(f"cannot write checkpoints into {self.folder} ({reason}); training continues; {kept}")
-            self.unwritten = f"the checkpoint of step {checkpoint.state['step']} ({reason}), {kept}"
+            self.unwritten = f"the checkpoint of step {checkpoint.state['step']} ({reason}); {kept}"
 
 
 def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:

@@ -82,8 +82,9 @@ def restore(
         odd = next((name for name in (*own, *known) if name not in known or own.get(name) != known[name].shape), None)
         if odd is not None:
             raise UserError(
-                f"the checkpoint has another {group}: {odd} has shape {known[odd].shape if odd in known else 'none'} "
-                f"in the checkpoint, and {own.get(odd, 'none')} here; use the same {group} as the saved run"
+                f"the checkpoint does not fit the {group}: {odd} has shape "
+                f"{known[odd].shape if odd in known else 'none'} in the checkpoint, and shape {own.get(odd, 'none')} "
+                f"in this program; use the same {group} as the saved run"
             )
         unsure = next(filter(is_unsure, own), None)
         if unsure is not None:
@@ -208,7 +209,7 @@ def restore_callbacks(
     arrays: dict[str, np.ndarray],
     model: keras.Model,
 ) -> None:
-    """Restores callback attributes from the result of `callback_states`. Does not change other callbacks."""
+    """Restores callback attributes from the result of `callback_states`. Callbacks without an entry do not change."""
     for key, callback in zip(_callback_keys(callbacks), callbacks):
         for name, value in states.get(key, {}).items():
             if _may_be_restored(callback, name, value):

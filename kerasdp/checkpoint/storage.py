@@ -65,7 +65,7 @@ def require_folder(path: str, resume: bool, flag: str = "checkpoint_dir", inner:
     except OSError as error:
         reason = error.strerror or redacted(str(error), path)
         raise UserError(
-            f"--{flag}: cannot use {path!r} ({reason}); choose another place, or give this machine access to it"
+            f"--{flag}: cannot use {path!r} ({reason}); give this machine access to it, or choose another place"
         ) from error
     if not resume and any(name.startswith("step-") for name in names):
         raise UserError(

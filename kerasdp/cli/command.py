@@ -109,7 +109,7 @@ def summary_of(path: pathlib.Path) -> str:
 
 
 def _run_recipe(recipe: pathlib.Path, given: list[str]) -> NoReturn:
-    """Replaces this process with a process that runs a recipe. So the recipe gets signals and sets the exit code."""
+    """Replaces this program by a recipe, in the same process. So the recipe receives signals and sets the exit code."""
     named = {
         f"--flagfile={name}": f"--flagfile={path}"
         for path in files("flags")
@@ -144,7 +144,7 @@ def copy(name: str, folder: str = ".") -> list[pathlib.Path]:
     targets = {path: place / path.name for path in sources}
     in_the_way = [str(target) for target in targets.values() if os.path.lexists(target)]
     if in_the_way:
-        raise UserError(f"already there: {', '.join(in_the_way)}; copy into another folder, or remove these files")
+        raise UserError(f"these files exist already: {', '.join(in_the_way)}; copy into another folder, or remove them")
     place.mkdir(parents=True, exist_ok=True)
     for source, target in targets.items():
         shutil.copy(source, target)

@@ -81,8 +81,8 @@ class Config:
         "float32, except with float64.")
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "Whether to compile a step of training, evaluation or prediction: on, off, auto or cudagraphs. auto: compile "
-        "if at least 1,000 steps of its kind (GPU: 200) remain. cudagraphs: compile; on several GPUs a step is one "
-        "CUDA graph that includes NCCL's messages. Code that cannot be captured runs uncompiled, with a warning. The "
+        "a step that still runs 1,000 times or more (GPU: 200). cudagraphs: compile; on several GPUs a step is one "
+        "CUDA graph that includes NCCL collectives. Code that cannot be captured runs uncompiled, with a warning. The "
         "flag works with torch only; on jax and tensorflow the model's jit_compile decides.")
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, check that a split batch gives the same results as a whole "
@@ -107,7 +107,7 @@ class Config:
     batch_size: int = choice(64, TRAINING, COUNT, "Global batch: samples per step over all devices.")
     accumulate: int = choice(1, TRAINING, COUNT,
         "Number of micro-batches per step. Each device computes its samples one micro-batch after the other, to save "
-        "memory. The gradient is the same, but batch norm uses the statistics of each micro-batch.")
+        "memory. This does not change the gradient, but batch norm uses the statistics of each micro-batch.")
     max_steps: int | None = choice(None, TRAINING, COUNT, "Number of updates after which the run ends.",
         "the run ends after its epochs")
     batch_norm: str = choice("sync", TRAINING, one_of(*BATCH_NORMS),

@@ -1,6 +1,6 @@
-"""Defines the batch of one process. Reads batches from samples, and copies the batches to the devices.
+"""Defines `Batch`, the rows of one process in a global batch. Reads batches from samples, and copies them to devices.
 
-`batch_reader.py` reads batches that the user's data already contains.
+`batch_reader.py` reads data that already consists of batches.
 """
 
 import abc
@@ -98,7 +98,7 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def first(self) -> Batch:
-        """Returns the first batch, so that callers know the shapes. `epoch` later yields this batch again."""
+        """Returns the first batch, which shows the shapes of the data. The first epoch reads this batch again."""
 
     @abc.abstractmethod
     def sample(self, num_rows: int) -> Any:
@@ -119,11 +119,11 @@ class Reader(abc.ABC):
         """
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """Returns the JSON values that `resume_at` needs for this position; None if `resume_at` needs no values."""
+        """Returns the JSON values that `resume_at` needs to resume at a batch; None if it needs no values."""
         return None
 
     def end_epoch(self, number: int) -> None:  # noqa: B027
-        """Ends an epoch after its first `number` batches were used."""
+        """Ends the current epoch. `number` is the number of batches that the epoch used."""
 
 
 class SampleReader(Reader):
@@ -173,7 +173,7 @@ class Feed:
         run_state: RunState | None = None,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """Sets up the feed.
+        """Creates a feed. The feed reads no batches before the first iteration.
 
         Args:
             reader: reader of the batches.
@@ -181,7 +181,7 @@ class Feed:
                 threads call the function.
             run_state: state of the run. The feed reads the current epoch of the run, and skips the batches before a
                 resume point. None: the feed always reads the first epoch.
-            reading: function that returns the context in which the reading threads read.
+            reading: function that returns a context manager. A reading thread enters it to read a batch.
         """
         self.reader, self.shard_batch, self._reading = reader, shard_batch, reading
         self.num_batches = reader.num_batches
@@ -238,8 +238,8 @@ class Feed:
 class _Threads:
     """Calls functions in daemon threads, which end with the program.
 
-    A thread ends even if it waits for a process that has failed. `concurrent.futures` is not used: at the end of a
-    program, Python (3.11 to 3.14) waits until the threads of `concurrent.futures` have finished their work.
+    So the program can end even if a thread waits for a process that has failed. `concurrent.futures` is not used: at
+    the end of a program, Python (3.11 to 3.14) waits until the threads of `concurrent.futures` have finished.
     """
 
     def __init__(self, count: int):

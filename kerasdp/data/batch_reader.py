@@ -1,7 +1,7 @@
 """Reads data that already consists of batches.
 
-This module reads batches by index (`PyDataset`). `streams.py` reads batches sequentially. One process reads each batch,
-and sends each process its shard. If each process read the data itself, the processes could get different batches.
+This module reads batches by index (`PyDataset`). `streams.py` reads batches sequentially. Only rank 0 reads the data,
+and sends each rank a shard of each batch. If each rank read the data itself, the ranks could get different batches.
 """
 
 import abc

@@ -99,7 +99,7 @@ def _load(text: str, data_dir: str | None) -> Dataset:
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not arguments:
             raise
-        raise UserError(f"--dataset: {name} does not take these arguments: {arguments} ({error})") from error
+        raise UserError(f"--dataset: {name} does not take these arguments: {arguments} ({error}); fix them") from error
 
 
 def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Dataset:
@@ -160,8 +160,8 @@ def synthetic(
 def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: int = 3) -> Dataset:
     """Reads a folder of images that has one sub-folder for each class.
 
-    If the folder contains `train/` and `test/` (or `val/`), uses these folders. Otherwise, uses a fifth of the images
-    for testing.
+    If the folder contains `train/` and `test/` (or `val/`), these folders have the training and the test images.
+    Otherwise, a fifth of the images becomes the test images.
     """
     if data_dir is None:
         raise UserError("--dataset=images needs a folder with a sub-folder for each class; add --data_dir")

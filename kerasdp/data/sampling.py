@@ -1,7 +1,7 @@
 """Computes which samples are in each batch, and which rows of the batch each replica gets.
 
-Uses only NumPy, so the result is the same on every backend and for every number of devices. `CachedRows` refers by
-index to rows of arrays that are cached on the devices.
+Uses only NumPy, so the samples of a batch are the same on every backend and for every number of devices. `CachedRows`
+contains the indices of rows whose values are cached on the devices.
 """
 
 import dataclasses
@@ -217,7 +217,10 @@ class Split:
         return _replicas(num_rows, self.num_replicas, first)
 
     def micro_batches(self, num_rows: int) -> list[tuple[ReplicaRows, ...]]:
-        """Returns a tuple for each micro-batch of a batch of `num_rows` rows: the rows of each replica."""
+        """Splits a batch of `num_rows` rows into micro-batches.
+
+        Returns a tuple for each micro-batch, with one `ReplicaRows` for each replica.
+        """
         size = self.micro_batch_rows or num_rows
         return [self.replicas(min(size, num_rows - first), first) for first in range(0, num_rows, size)]
 

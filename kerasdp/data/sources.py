@@ -16,7 +16,7 @@ IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm
 
 
 class Source(Protocol):
-    """Defines the protocol of samples that can be read by index, in any order, from several threads.
+    """Protocol for data whose samples can be read by index, in any order and from several threads.
 
     Attributes:
         num_samples: number of samples.
@@ -122,7 +122,7 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
         UserError: if the folder does not exist, or no sub-folder contains an image.
     """
     if not os.path.isdir(folder):
-        raise UserError(f"--data_dir: the folder {folder!r} does not exist")
+        raise UserError(f"--data_dir: expected a folder. Received: {folder!r}, which does not exist; check the path")
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     paths, labels = [], []
     for label, name in enumerate(classes):
@@ -132,8 +132,8 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
             labels += [label] * len(found)
     if not paths:
         raise UserError(
-            f"--data_dir: expected images in {folder!r}, one sub-folder per class. Received: {len(classes)} "
-            f"sub-folders without a file of type {', '.join(IMAGE_ENDINGS)}"
+            f"--data_dir: expected images in {folder!r}, in one sub-folder per class. Received: "
+            f"{len(classes)} sub-folders, none with a file of type {', '.join(IMAGE_ENDINGS)}"
         )
     return paths, np.asarray(labels), classes
 
@@ -171,7 +171,7 @@ def in_floatx(structure: Any, rows: Any = ...) -> Any:
 
 
 def _type_of_rows(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype that batches have, for an array of the given dtype.
+    """Returns the dtype of the batches that are read from an array of the given dtype.
 
     Recognizes bfloat16 as a float by its name, because NumPy has no `dtype.kind` for bfloat16.
     """
@@ -372,6 +372,6 @@ def _stacked(samples: Sequence[Any]) -> Any:
         stacked = keras.tree.map_structure(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)
     except ValueError as error:
         raise UserError(
-            f"records: expected samples of the same structure and shape. Received: {error}; crop or pad in `decode`"
+            f"records: expected samples of equal structure and shape. Received: {error}; crop or pad them in `decode`"
         ) from error
     return as_arrays(stacked)

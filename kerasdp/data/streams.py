@@ -108,9 +108,9 @@ def skip_passes(batches: Any, count: int) -> None:
 
 
 def refuse_split_data(batches: Any) -> None:
-    """Raises `UserError` for data that yields different samples in each process.
+    """Raises `UserError` for a DataLoader that reads only one shard of the samples in each process.
 
-    This data must be whole, because kerasdp splits the batches.
+    The data must contain all samples, because kerasdp itself splits each batch.
     """
     sampler: Any = getattr(batches, "sampler", None)
     if type(sampler).__name__ == "DistributedSampler" and sampler.num_replicas > 1:
@@ -133,9 +133,9 @@ _MOST_AHEAD = 256
 class StreamReader(BatchReader):
     """Reads batches from any iterable, in the order of the iterable.
 
-    Each epoch reads the data from the start, with two exceptions. An iterator can be read only once, so each epoch
-    continues the iterator. In training with `steps` batches an epoch, each epoch continues where the previous epoch
-    ended.
+    By default, each epoch reads the data from the start. Two kinds of data continue where the previous epoch ended:
+    - an iterator, which can be read only once
+    - training data, if `steps` sets the number of batches of an epoch
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class StreamReader(BatchReader):
         return data
 
     def _require_some(self, number: int) -> None:
-        """Raises `UserError` if an iterator that can be read only once has ended before an epoch begins."""
+        """Raises `UserError` if a new epoch begins, but an iterator that can be read only once has no more batches."""
         if self._is_read_once and self._num_taken and not number:
             raise UserError(
                 f"x: the {kind_of(self.batches)} is exhausted after {self._num_taken} batches, since it can be read "
@@ -294,6 +294,6 @@ class StreamReader(BatchReader):
         if data is None or data is END or self._resumed_with is None:
             return
         is_other = self._resumed_with.get("digest") not in (None, _digest_of(self._unpacked(data)))
-        end = ". The last batch differs from the last one before the checkpoint; seed the shuffling" if is_other else ""
+        end = ". The last of these differs from the batch before the checkpoint; seed the shuffling" if is_other else ""
         self.warn(f"--resume: {missing} batches of the {kind_of(self.batches)} were read again and skipped{end}")
         self._resumed_with = None

@@ -19,13 +19,13 @@ def resize(
 ) -> Any:  # fmt: skip
     """Resizes images with the same result on all backends, by one matrix product for each axis.
 
-    This is only needed for bicubic resizing and for bilinear resizing of float64 images. All other cases go to
-    `original`.
+    Matrix products are used only for bicubic resizing, and for bilinear resizing of float64 images. In all other cases,
+    this function calls `original`, the function of the backend.
 
-    Bicubic resizing uses jax's kernel with the coefficient -0.5. torch (2.13) uses the coefficient -0.75, which changes
-    values by a tenth. TensorFlow reads its kernel from a table, with errors of 1e-4.
+    Bicubic resizing uses the kernel of jax, with the coefficient -0.5. torch (2.13) uses the coefficient -0.75, so its
+    values differ by a tenth. TensorFlow reads its kernel from a table, with errors of 1e-4.
 
-    Bilinear resizing of float64 images stays in float64. TensorFlow interpolates in float32.
+    Bilinear resizing of float64 images is computed in float64. TensorFlow would compute it in float32.
     """
     images = ops.convert_to_tensor(images)
     kind = keras.backend.standardize_dtype(images.dtype)
@@ -53,7 +53,7 @@ def resize(
 
 
 def _of_ratio(images: Any, size: tuple[int, int], axes: tuple[int, int], fill_value: float | None) -> Any:
-    """Crops images around their center to the aspect ratio of `size`. With `fill_value`, pads images instead."""
+    """Crops images around their center to the aspect ratio of `size`. With `fill_value`, pads them to this ratio."""
     lengths = [images.shape[axis] for axis in axes]
     for axis, length, other, wanted, by in zip(axes, lengths, lengths[::-1], size, size[::-1]):
         right = int(other * wanted / by)
@@ -93,9 +93,9 @@ def affine(
 ) -> Any:  # fmt: skip
     """Applies an affine transform to images, with the same result on all backends.
 
-    This is only needed for float64 images and for `fill_mode="wrap"`. All other cases go to `original`. TensorFlow
-    (2.21) reads the matrix in float32, which shifts positions by 1e-7 of the image. TensorFlow's "wrap" leaves out the
-    positions between the last pixel and the first pixel.
+    This function transforms only float64 images, and images with `fill_mode="wrap"`. In all other cases, it calls
+    `original`. TensorFlow (2.21) reads the matrix in float32, which shifts positions by 1e-7 of the image. TensorFlow's
+    "wrap" leaves out the positions between the last pixel and the first pixel.
 
     Args:
         original: the backend's function.
@@ -128,7 +128,7 @@ def perspective(
 
 
 def is_float64(tensor: Any) -> bool:
-    """Returns whether a tensor or an array has the type float64."""
+    """Returns whether a tensor or an array has the dtype float64."""
     return keras.backend.standardize_dtype(ops.convert_to_tensor(tensor).dtype) == "float64"
 
 
@@ -186,8 +186,9 @@ def _neighbours(place: Any, size: int, interpolation: str, fill_mode: str) -> li
     """Returns the neighboring pixels on one axis from which each position is interpolated.
 
     Returns:
-        A tuple for each neighbor: its index for each position, whether that index lies inside the image, and its
-        weight.
+        A tuple of three tensors for each neighbor. The first tensor holds the index of the neighbor, after `fill_mode`
+        moved the index into the image. The second tensor says whether the index was inside before. The third tensor
+        holds the weight of the neighbor. Each tensor has one value for each position.
     """
     if interpolation == "nearest":
         found = [(ops.sign(place) * ops.floor(ops.abs(place) + 0.5), ops.ones_like(place))]
@@ -213,8 +214,8 @@ def elastic_outside_of_a_program(
 ) -> Any:
     """Raises a clear error if jax compiles a RandomElasticTransform; otherwise calls `original`.
 
-    The layer's kernel has a random size, and XLA compiles only fixed sizes. In a compiled step, Keras (3.15.1) raises
-    an AttributeError.
+    The layer's kernel has a random size, and XLA compiles only fixed sizes. Without this function, Keras (3.15.1)
+    raises an AttributeError in a compiled step.
     """
     try:
         int(sigma)

@@ -22,8 +22,8 @@ from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good, wrappe
 def is_next_value(variable: Any) -> bool:
     """Returns whether the "gradient" of a variable is its next value, as for the float8 scales of Keras (3.15).
 
-    All replicas use the same next value: the maximum over the replicas. Keras takes the same maximum over micro-batches
-    with `gradient_accumulation_steps`.
+    All replicas use the maximum of their next values. With `gradient_accumulation_steps`, Keras also uses a maximum:
+    over the micro-batches.
     """
     return getattr(variable, "overwrite_with_gradient", False)
 
@@ -48,8 +48,8 @@ def has_seed_generators(layer: keras.layers.Layer) -> bool:
 def seed_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns the state variables of all seed generators in a model's layers.
 
-    A step resets these variables before each micro-batch. So each row gets the same random values as in the whole
-    batch.
+    A step resets these variables before each micro-batch. So each row gets the same random values as in a step without
+    micro-batches.
 
     Uses the private `Layer._seed_generators` of Keras 3.15. No public API shows the generators of a layer.
     """
@@ -92,9 +92,9 @@ def adapters_in_float64() -> Iterator[None]:
 def saved_merged(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which a model with LoRA adapters is saved with the adapters merged into its kernels.
 
-    Keras 3.15 also saves merged kernels, but it saves the `lora_rank`, too. So the loaded layer gets adapters of zeros,
-    and training does not change these adapters. The optimizer is not saved, because it has variables only for the
-    adapters.
+    Keras 3.15 merges the adapters when it saves a layer, but it also saves `lora_rank`. So the loaded layer has
+    adapters again. Their values are zeros, and training does not change them. In this context, Keras saves
+    `lora_rank=None`. Keras does not save the optimizer, because the optimizer has variables only for the adapters.
     """
 
     def plain(layer: keras.layers.Layer) -> Callable[[], dict[str, Any]]:
@@ -128,8 +128,8 @@ def forget_added_losses(model: keras.Model) -> None:
     """Clears the losses that a model and its layers added in an earlier step.
 
     Uses the private `Layer._clear_losses` of Keras 3.15. On jax, `stateless_call` does not call `_clear_losses` for the
-    model itself. In a scope, a layer stores its losses by `id`. A loss of the next program may get the `id` of an old
-    loss, and would then be added twice.
+    model itself. In a `StatelessScope`, a layer stores only the `id` of each loss. A loss of a later program may get
+    the `id` of an old loss. Keras would then add this loss twice.
     """
     model._clear_losses()
 
@@ -210,10 +210,10 @@ def with_mask(function: Callable[[Any], Any], tensor: Any) -> Any:
 
 
 def raw_value(variable: keras.Variable) -> Any:
-    """Returns the backend's variable or array that stores the value of a Keras variable, even in an active scope.
+    """Returns the backend's variable or array that stores the value of a Keras variable.
 
-    Uses the private `Variable._value` of Keras 3.15. The public `value` reads the active scope, and casts the value
-    within layers.
+    Uses the private `Variable._value` of Keras 3.15. In a `keras.StatelessScope`, the public `value` returns the value
+    in the scope. Within layers, it casts the value.
     """
     return variable._value
 
@@ -237,7 +237,7 @@ def set_raw_values(variables: Iterable[keras.Variable], values: Iterable[Any]) -
 
 
 def current_value(variable: keras.Variable) -> Any:
-    """Returns the value of a variable in the active scope, without a cast.
+    """Returns the value of a variable in the active `keras.StatelessScope`, without a cast.
 
     If no scope is active, or the scope has no value of the variable, the stored value is returned. Uses the private
     `get_stateless_scope` of Keras 3.15. The public `value` casts within layers.
@@ -259,9 +259,8 @@ class InnerScope(keras.StatelessScope):
     """A stateless scope that also reads values from the scope around it.
 
     Variables in `state_mapping` get the values given there. In Keras 3.15, an inner scope does not read the outer
-    scope, and `get_stateless_scope` has no public name. The scope sets `collect_losses`, because otherwise
-    `layer.losses` would leave out added losses. For the penalties of weights, Keras reads the value of each weight from
-    the scope.
+    scope, and `get_stateless_scope` has no public name. This class sets `collect_losses`, because otherwise
+    `layer.losses` would leave out added losses. Keras computes weight penalties from the values in the scope.
     """
 
     def __init__(self, state_mapping: Iterable[tuple[keras.Variable, Any]] = ()):
@@ -327,8 +326,8 @@ class ScopeOfParts(keras.StatelessScope):
 class HeldInParts(keras.Variable):
     """A variable that is sharded over the devices; it can be read only in a scope that has its value.
 
-    A variable gets this class while it is sharded, and `keras.Variable` afterwards. The object stays the same, because
-    layers and optimizers refer to the object.
+    A variable has this class while it is sharded, and the class `keras.Variable` afterwards. Only the class changes,
+    not the object, because layers and optimizers refer to the object.
     """
 
     @property
@@ -341,8 +340,8 @@ class HeldInParts(keras.Variable):
         scope = get_stateless_scope()
         if scope is None or scope.get_current_value(self) is None:
             raise UserError(
-                f"{self.path} is sharded over the devices between two steps (--shard), so it cannot be read or changed "
-                "between steps; read or change it before fit, after fit, or in on_epoch_end"
+                f"{self.path} cannot be read or changed between two steps, because it is sharded over the devices "
+                "(--shard); read or change the variable before fit, after fit, or in on_epoch_end"
             )
         return super().value
 
@@ -393,11 +392,11 @@ class ReadingScope(InnerScope):
 
 
 def state_of_calls() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Saves Keras' state of the running layer calls; returns a function that makes contexts with the saved state.
+    """Saves Keras' state of the running layer calls; returns a function whose contexts restore this state.
 
-    The function works in any thread, any number of times. In Keras 3.15, `GLOBAL_STATE_TRACKER` holds this state for
-    each thread: the training mode, the dtypes to which variables are cast, the scope of their values, and names. No
-    public API saves this state.
+    The returned function can be called in any thread, and several times. In Keras 3.15, `GLOBAL_STATE_TRACKER` holds
+    this state for each thread: the training mode, the dtypes to which variables are cast, the scope of their values,
+    and names. No public API saves this state.
     """
     known = dict(vars(GLOBAL_STATE_TRACKER))
     calls = copy.copy(known.get("current_call_ctx"))
@@ -434,10 +433,10 @@ def call_of(layer: Any) -> Callable[..., Any] | None:
 
 
 def is_of_keras(kind: type) -> bool:
-    """Returns whether Keras defines a class.
+    """Returns whether a class is part of Keras, and not user-defined.
 
-    In Keras 3.15, the modules of all classes are in `keras.src`. The public modules do not list the classes of the
-    backends.
+    In Keras 3.15, all classes of Keras are in modules of `keras.src`. The public modules do not contain the classes of
+    the backends.
     """
     return getattr(kind, "__module__", "").startswith("keras.src.")
 
@@ -451,8 +450,8 @@ class Parts:
     Args:
         in_order: the layers of a functional or Sequential model, in the order of its graph. Empty for other layers.
         other_layers: the sublayers that are not in `in_order`. Only attributes hold them.
-        variables: pairs of a variable and the object in the attribute. The object is the variable itself, or its seed
-            generator.
+        variables: pairs of a variable and the object in the attribute. The object is the variable itself, or the seed
+            generator that holds the variable.
         metrics: the metrics in attributes.
         attributes: names of attributes, by `id` of the object in the attribute. For an object in a list or dictionary,
             the index or key follows the name.
@@ -472,9 +471,9 @@ def parts_of(layer: keras.layers.Layer) -> Parts:
 
     In Keras 3.15, a layer collects the objects in its attributes in private lists: `_layers`, `_trainable_variables`,
     `_non_trainable_variables`, `_seed_generators` and `_metrics`. The objects are in the order in which the attributes
-    were set. That order may depend on the backend: on torch, models of KerasHub 0.32 bypass Keras when they set
-    attributes, before they build their graph. So the layers of a functional model come from `Functional._operations`,
-    in the order of its graph. No public API lists the objects of a single layer.
+    were set. That order may depend on the backend. On torch, models of KerasHub 0.32 set attributes before they build
+    their graph, and bypass Keras to do so. So the layers of a functional model come from `Functional._operations`, in
+    the order of its graph. No public API lists the objects of a single layer.
     """
     in_order: list[Any] = []
     if isinstance(layer, Functional):

@@ -1,7 +1,7 @@
 """Reads the graph, losses and metrics of a Keras model, and hooks into its training steps.
 
-The hooks compute the loss and metrics of `compile` for some rows of a batch. In user-defined steps, they replace the
-calls of optimizers and metrics.
+With the hooks, kerasdp can compute the loss and metrics of `compile` for some rows of a batch. In user-defined steps,
+the hooks replace methods of optimizers and metrics.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from kerasdp.keras_compat.patches import (
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
-    """Returns the functional model behind a model: the model itself, or the model inside a Sequential model.
+    """Returns a model itself if it is functional. For a built Sequential model, returns the functional model inside it.
 
     Returns None for any other model. In Keras 3.15, the class `keras.src.models.functional.Functional` and
     `Sequential._functional` are private.
@@ -226,8 +226,8 @@ def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
     Keras 3.15 does not use process groups. Keras 3.16 (keras-team/keras #23316) does, in the trainer for torch. There,
     `get_metrics_result` sums all metric variables over the ranks, in training and evaluation. `_initialize_ddp` wraps
     the model in DistributedDataParallel, even if a callback predicts. The context replaces both methods in the class of
-    the trainer, the first base of `keras.Model`. So `super()` in a model that overrides them finds the replacements. No
-    public option turns the sum off.
+    the trainer, the first base of `keras.Model`. So the replacements also apply to a model that overrides these methods
+    and calls `super()`. No public option turns the sum off.
     """
     trainer = keras.Model.__mro__[1]
     values = {
@@ -306,9 +306,9 @@ def targets_of_losses(model: keras.Model, targets: Any, outputs: Any) -> list[tu
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
     """Makes a callback that monitors a metric determine now whether lower values are better.
 
-    In Keras 3.15, EarlyStopping and similar callbacks call the private `_set_monitor_op` after their first epoch.
-    `_set_monitor_op` flips the sign of `min_delta`. In a resumed run, it would flip the sign of the restored value,
-    which is already flipped. No public API sets the direction.
+    In Keras 3.15, EarlyStopping and similar callbacks call the private `_set_monitor_op` after their first epoch. If
+    lower values are better, `_set_monitor_op` flips the sign of `min_delta`. In a resumed run, the restored `min_delta`
+    already has the flipped sign. A later call would flip the sign again. No public API sets the direction.
     """
     if getattr(callback, "monitor_op", callback) is None:
         callback._set_monitor_op()
@@ -317,12 +317,13 @@ def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
 def losses_of_whole_batch(factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which Keras does not divide losses by the number of replicas of a `tf.distribute` strategy.
 
-    In Keras 3.15, `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide losses that are a mean. They
-    do not divide sums and user-defined losses, so no later factor would be right for all losses. Both functions are
-    wrapped once, permanently. No public option turns the division off.
+    In Keras 3.15, `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide losses that are a mean. Both
+    functions leave sums and user-defined losses unchanged. So no later factor would be right for all losses. This
+    function wraps both once, permanently. No public option turns the division off.
 
     Args:
-        factor: multiplies the loss of each output, before Keras adds that loss to the output's mean loss.
+        factor: a factor for the mean loss that Keras reports for each output. The loss of an output is multiplied by
+            `factor` when Keras updates this mean.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         wrap_for_good(loss_module, name, functools.partial(_unless_whole_batch, name.startswith("unscale")))
@@ -362,7 +363,7 @@ def as_keras_gives(data: Any) -> Any:
     """Packs inputs, targets and sample weights as Keras passes them to a step.
 
     Targets and sample weights that are None are left out. If floatx is float64, float32 data are cast to float64.
-    Layers of Keras would cast their inputs themselves.
+    Layers of Keras cast their inputs, but other code of a step does not.
     """
     if keras.config.floatx() == "float64":
         data = keras.tree.map_structure(_as_float64, tuple(data))
@@ -485,8 +486,9 @@ Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 def reducing_losses(reduce: Reduce) -> Iterator[None]:
     """Returns a context in which `reduce` computes each loss of `compile`.
 
-    Losses that `reduce` calls run normally. In Keras 3.15, `CompileLoss` pairs the losses with targets and outputs, and
-    calls the losses. `CompileLoss` has no hook, so the public `Loss.__call__` is wrapped once, permanently.
+    If `reduce` calls a loss, Keras computes that loss as usual. In Keras 3.15, `CompileLoss` pairs the losses with
+    targets and outputs, and calls the losses. `CompileLoss` has no hook, so the public `Loss.__call__` is wrapped once,
+    permanently.
     """
     wrap_for_good(keras.losses.Loss, "__call__", _reduced)
     try:
@@ -508,7 +510,7 @@ def _reduced(call: Callable[..., Any], loss: keras.losses.Loss, y_true: Any, y_p
 
 
 def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    """Returns two lists of the variables of `compile`: for the losses of single outputs, and for the metrics.
+    """Returns two lists of variables: of the mean losses of single outputs, and of the metrics of `compile`.
 
     Uses the private `Trainer._compile_loss` and `_compile_metrics` of Keras 3.15. The public `model.metrics` walks
     through all layers, and does not show whether a metric comes from `compile`.
@@ -552,9 +554,9 @@ def is_metric_of_keras(function: Callable[..., Any]) -> bool:
 
 
 def of_same_rank(values: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Makes the ranks of loss values and sample weights equal, by adding or removing the last axis, as Keras does.
+    """Adds or removes a last axis, so that loss values and sample weights have the same number of axes, as in Keras.
 
-    Uses the private `squeeze_or_expand_to_same_rank` of Keras 3.15. `reduce_weighted_values` calls the same function
-    first.
+    Uses the private `squeeze_or_expand_to_same_rank` of Keras 3.15. Keras' `reduce_weighted_values` also begins with
+    this function.
     """
     return loss_module.squeeze_or_expand_to_same_rank(values, sample_weight)

@@ -48,10 +48,10 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
 
 
 def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None) -> None:
-    """Restores the trained weights after a prediction with averaged weights.
+    """Makes `SwapEMAWeights` restore the trained weights after a prediction with averaged weights.
 
-    Keras 3.15 checks the opposite condition (`if not self._ema_weights_in_model`). So it does not restore the weights,
-    and training continues from the averages.
+    Keras 3.15 checks the opposite condition (`if not self._ema_weights_in_model`). So Keras does not restore the
+    weights, and training continues from the averages.
     """
     original(callback, logs)
     if callback._ema_weights_in_model:
@@ -65,8 +65,8 @@ _GONE = ("amax", "amin")
 def _functions(module: str, name: str) -> Any:
     """Returns the backend module in which Keras looks up a function.
 
-    Keras 3.16 has these modules in `backend.ops` (keras-team/keras #23642). There, `backend.numpy` is the NumPy
-    backend.
+    In Keras 3.15, modules such as `nn` and `numpy` are in `backend`. In Keras 3.16, these modules are in `backend.ops`
+    (keras-team/keras #23642), and `backend.numpy` is the NumPy backend.
 
     Raises:
         UserError: if the backend does not have the function in this module.
@@ -90,9 +90,10 @@ def _zeros_where_all_is_masked(
     fully masked query. (KerasHub (0.32) uses this path on TensorFlow only.) The other path returns the mean of all
     values for a fully masked query.
 
-    On torch, Keras adds a large negative number to masked logits. For a fully masked query, the fused kernels (2.13)
-    then compute wrong gradients: they store the logarithm of the sum of exponentials, in which only that number
-    survives rounding. So this function does not mask such a query, and replaces the output of the query by zeros.
+    On torch, Keras adds a large negative number to masked logits. For a fully masked query, the fused kernels of
+    PyTorch (2.13) then compute wrong gradients. The kernels store the logarithm of the sum of exponentials, and
+    rounding leaves only the large number in it. So this function does not mask such a query, and sets the output of the
+    query to zeros.
     """
     # Keras on TensorFlow would compute a missing scale in float32.
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -330,15 +331,16 @@ def _rows_of_table(
     half-precision values, so tokens wait for each other. With the two segments of BERT and 4,096 tokens of 512 values,
     this sum took 27 of the 28 ms of a step on an H100 (jaxlib 0.11.2).
 
+    On TensorFlow, `rows_by` is int64: TensorFlow (2.21) has no GPU kernel that flattens int32, and would flatten int32
+    indices on the host. On jax, `rows_by` is int32. With int64 indices, XLA (jaxlib 0.10.2) ends the process when it
+    splits a table ("Check failed: ShapeUtil::IsScalarWithElementType"). jax has int64 only if 64-bit types are enabled.
+
     Args:
         original: the backend's function.
         x: the table.
         indices: the indices of the rows.
         axis: the axis of the rows.
-        rows_by: the integer dtype of the indices in the gradient; None: the dtype of `indices`. TensorFlow (2.21) has
-            no GPU kernel that flattens int32, and would flatten int32 indices on the host. XLA (jaxlib 0.10.2) ends the
-            process when it splits a table with int64 indices ("Check failed: ShapeUtil::IsScalarWithElementType"). jax
-            has int64 only if 64-bit types are enabled.
+        rows_by: the integer dtype of the indices in the gradient; None: the dtype of `indices`.
     """
     if rows_by and ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) in ("int32", "int64"):
         indices = ops.cast(indices, rows_by)

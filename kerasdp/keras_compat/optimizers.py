@@ -22,7 +22,8 @@ def learning_rate_schedule(optimizer: Any) -> keras.optimizers.schedules.Learnin
     """Returns the schedule of an optimizer's learning rate; None for a fixed rate.
 
     Uses the private `Optimizer._learning_rate` of Keras 3.15. The public `learning_rate` is the current value of the
-    schedule. `get_config` serializes the schedule, and for that Keras imports TensorFlow if it is installed.
+    schedule. The public `get_config` serializes the schedule. To serialize, Keras imports TensorFlow if TensorFlow is
+    installed.
     """
     rate = optimizer._learning_rate
     return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
@@ -37,10 +38,10 @@ def weights_of_optimizer(optimizer: Any) -> list[Any]:
 
 
 def weights_unknown_to(optimizer: Any, weights: list[Any]) -> list[Any]:
-    """Returns those of the given weights that an optimizer was not built for.
+    """Returns the given weights for which an optimizer was not built.
 
-    The public `apply` of Keras 3.15 raises an error for such a weight too late, after the rest of the step has run. Its
-    message prints all values of the weight.
+    The public `apply` of Keras 3.15 raises an error for such a weight too late, after the rest of the step has run. The
+    message of this error contains all values of the weight.
     """
     known = {id(weight) for weight in weights_of_optimizer(optimizer)}
     return [weight for weight in weights if id(weight) not in known]
@@ -90,9 +91,9 @@ def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
 
 
 def global_clipnorm(optimizer: Any) -> float | None:
-    """Returns the norm to which an optimizer clips all gradients together; None if the optimizer does not do so.
+    """Returns the norm to which an optimizer clips all gradients together; None without `global_clipnorm`.
 
-    The norm is for the full gradients, also if replicas hold shards of gradients.
+    The norm applies to the full gradients, even if each replica holds only shards of gradients.
     """
     return inner_optimizer(optimizer).global_clipnorm
 
@@ -100,9 +101,10 @@ def global_clipnorm(optimizer: Any) -> float | None:
 def updating_some(optimizer: Any, weights: list[Any]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which an optimizer updates the weights of one pipeline stage.
 
-    The gradients must be clipped before, because the context turns off `global_clipnorm`. In Keras 3.15 on torch,
-    weight decay fails if no weight of the call decays. In that case, the context also turns off weight decay.
-    `Optimizer._use_weight_decay` shows which weights decay. No public API shows this.
+    The gradients must be clipped before, because the context turns off `global_clipnorm`. In Keras 3.15 on torch, an
+    update fails if the optimizer has weight decay, but excludes all given weights from it. In that case, the context
+    also turns off weight decay. The private `Optimizer._use_weight_decay` shows which weights are excluded. No public
+    API shows this.
     """
     inner = inner_optimizer(optimizer)
     decays = inner.weight_decay is not None and any(inner._use_weight_decay(weight) for weight in weights)
@@ -114,15 +116,15 @@ def updating_parts(
 ) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which an optimizer updates shards of weights, and clips by the norms of full gradients.
 
-    The context replaces `_clip_gradients` and `LossScaleOptimizer.check_finite` of Keras 3.15. They see only the shards
-    of this process. There is no public API for this. The formulas are the same as in `_clip_by_norm` and
-    `clip_by_global_norm`.
+    The context replaces `_clip_gradients` and `LossScaleOptimizer.check_finite` of Keras 3.15. These methods see only
+    the shards of this process. No public API clips shards by the norms of full gradients. The formulas are the same as
+    in `_clip_by_norm` and `clip_by_global_norm`.
 
     Args:
         optimizer: a built optimizer.
         is_cut: a function that returns whether a weight is sharded.
-        counts_wholes: whether this process adds the unsharded gradients to the sum of squares. Every process holds
-            them, so exactly one process must count them.
+        counts_wholes: whether this process adds the unsharded gradients to the sum of squares. Every process holds the
+            unsharded gradients, so exactly one process must add them.
         add_up: a function that sums a tensor over the processes.
     """
     inner = inner_optimizer(optimizer)
@@ -194,8 +196,8 @@ def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which optimizers on TensorFlow do not sum gradients over replicas a second time.
 
     In Keras 3.15, `_all_reduce_sum_gradients` runs too late: clipping and loss scaling would see the gradients of a
-    single replica. No public option turns it off. The context patches the class, because a callback of `fit` evaluates
-    within this context.
+    single replica. No public option turns this sum off. The context patches the class, so that contexts can be nested:
+    a callback of `fit` may call `evaluate`.
     """
     as_they_are: Callable[..., Any] = lambda _, optimizer, gradients_and_variables: gradients_and_variables  # noqa: E731
     return wrapped(keras.optimizers.Optimizer, _all_reduce_sum_gradients=as_they_are)
@@ -204,9 +206,9 @@ def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
 def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which an optimizer on torch updates one variable after the other, as on other backends.
 
-    In Keras 3.15, optimizers for torch override `_backend_update_step` to update all variables in one call. They read
-    the learning rate as a Python float. This read waits for the device, and a graph cannot capture it. No public option
-    restores the general method.
+    In Keras 3.15, optimizers for torch override `_backend_update_step` to update all variables in one call. These
+    optimizers read the learning rate as a Python float. Such a read waits for the device, and a CUDA graph cannot
+    capture it. No public option restores the general method.
     """
 
     def one_by_one(one: Any) -> Callable[..., None]:
@@ -264,10 +266,10 @@ def updating_at_once(optimizer: Any, kernel: Callable[..., None]) -> contextlib.
 
 
 def has_branches(optimizer: Any) -> bool:
-    """Returns whether an optimizer does some work only in some steps, in a branch in which replicas communicate.
+    """Returns whether an optimizer has a branch that runs only in some steps, and in which replicas communicate.
 
-    This is the case with gradient accumulation, and if averages overwrite the weights. A `LossScaleOptimizer` never has
-    such a branch, because its replicas communicate before.
+    This is the case with `gradient_accumulation_steps`, and with `ema_overwrite_frequency`. With a
+    `LossScaleOptimizer`, the replicas communicate before the branch, so the result is False.
     """
     if inner_optimizer(optimizer) is not optimizer:  # with a LossScaleOptimizer they communicate before
         return False
@@ -275,14 +277,14 @@ def has_branches(optimizer: Any) -> bool:
 
 
 def overrides_nothing_of_tensorflow(optimizer: Any) -> bool:
-    """Returns False if the class of an optimizer overrides a method that `updating_values` replaces."""
+    """Returns whether the class of an optimizer overrides none of the methods that `updating_values` replaces."""
     return all(getattr(type(optimizer), name) is own for name, (own, _) in _tensorflow_methods().items())
 
 
 def updating_values(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which an optimizer on TensorFlow updates values in a `keras.StatelessScope`.
 
-    In Keras 3.15, methods of `TFOptimizer` need TensorFlow's variables instead of their values. In this context, the
+    In Keras 3.15, methods of `TFOptimizer` work only with TensorFlow's variables, not with values. In this context, the
     methods of `BaseOptimizer` replace these methods. `BaseOptimizer` uses a branch for gradient accumulation, and a
     branch for overwriting weights with their averages. Values that are assigned in a scope do not leave a branch, so
     the context computes both outcomes of these branches. No public API replaces the methods.
@@ -358,9 +360,9 @@ def deciding_on_device(optimizer: Any) -> Iterator[None]:
     """Returns a context in which a `LossScaleOptimizer` updates without a branch, in a `keras.StatelessScope`.
 
     In Keras 3.15, `_common_apply` has a branch on whether the gradients are finite. On torch, the branch waits for the
-    device, and a graph cannot capture it. On TensorFlow, the branch also waits, and `_tf_apply` leaves the replica
-    context for it. In this context, both outcomes are computed and one is selected. User-defined subclasses of
-    `LossScaleOptimizer` do not change. No public API avoids the branch.
+    device, and a CUDA graph cannot capture it. On TensorFlow, the branch also waits for the device, and `_tf_apply`
+    leaves the replica context to run it. In this context, both outcomes are computed and one is selected. User-defined
+    subclasses of `LossScaleOptimizer` do not change. No public API avoids the branch.
     """
     if inner_optimizer(optimizer) is optimizer or not is_of_keras(type(optimizer)):
         yield

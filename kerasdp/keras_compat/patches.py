@@ -25,14 +25,13 @@ class Step(NamedTuple):
         weight: the weight whose initial values are being drawn: see `kerasdp.same.initial_weights`.
         reduce: a function that computes the losses of `compile` instead of Keras: see
             `kerasdp.keras_compat.models.reducing_losses`.
-        factor: multiplies the loss of each output, before Keras adds that loss to the output's mean loss: see
-            `losses_of_whole_batch` in `kerasdp.keras_compat.models`.
+        factor: a factor for the mean loss of each output: see `losses_of_whole_batch` in `kerasdp.keras_compat.models`.
         record: a function that gets each layer and the outputs of the layer.
         adding: a list that collects the losses of `add_loss`, as pairs of a function and a loss. The function passes
             the loss to Keras. None: Keras gets each loss at once.
         differentiates: whether `kerasdp.value_and_grad` is calling a function.
-        is_within_checkpoint: whether one `jax.checkpoint` wraps the whole pass. This is so if the pass gathers sharded
-            weights.
+        is_within_checkpoint: whether one `jax.checkpoint` wraps the whole forward pass. This is the case if the pass
+            gathers sharded weights.
     """
 
     replica: Any = None
@@ -61,7 +60,7 @@ def current_step() -> Step:
 
 @contextlib.contextmanager
 def step_with(**values: Any) -> Iterator[None]:
-    """Returns a context in which some fields of the current step have other values.
+    """Returns a context in which the given fields of the current step have new values.
 
     Args:
         **values: the new values of fields of `Step`, by name.

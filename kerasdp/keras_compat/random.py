@@ -22,9 +22,9 @@ def next_seed(seed: Any) -> Any:
     Uses the private `draw_seed` of Keras 3.15. `SeedGenerator.next()` is public, but the global generator is not. Keras
     uses the global generator for `seed=None`.
 
-    On torch, Keras computes shapes on the device "meta", and draws there without a seed. If that fails, Keras tries
-    again on the CPU in the same `StatelessScope`. Then the state of the generator would be a tensor without values. So
-    this function returns zeros on "meta".
+    On torch, Keras computes output shapes on the device "meta", where draws do not use the seed. On "meta", this
+    function returns zeros, and does not advance the generator. An advanced generator would have a state without values.
+    Keras would read that state if it fails on "meta" and tries again on the CPU in the same `StatelessScope`.
 
     Args:
         seed: a `keras.random.SeedGenerator`, an int, or None.
@@ -109,8 +109,8 @@ def creating_weights(hooks: Any) -> contextlib.AbstractContextManager[None]:
 
     If contexts are nested, the hooks of the innermost context are used. Keras 3.15 has no hook for initial values and
     seeds. So these public methods are replaced in their classes: `Layer.add_weight`, `SeedGenerator.__init__`, and
-    `__call__` of the random initializers. The private `keras.src.backend.random.make_default_seed` is also replaced. It
-    reads Python's `random`, so its result depends on earlier random draws of the process.
+    `__call__` of the random initializers. The private `keras.src.backend.random.make_default_seed` is also replaced.
+    The original function reads Python's `random`, so its result depends on earlier random draws of the process.
 
     Args:
         hooks: a `kerasdp.same.initial_weights.WeightNumbering`.
@@ -171,8 +171,8 @@ def seed_of(initializer: Any) -> Any:
     """Returns the seed that the user passed to an initializer: an int or a `SeedGenerator`; None without a seed.
 
     Uses the private `RandomInitializer._init_seed` of Keras 3.15. The public `get_config()["seed"]` serializes the
-    seed, and for that Keras imports TensorFlow if it is installed. If the user passed no seed, the public `seed` is a
-    random one.
+    seed. To serialize, Keras imports TensorFlow if TensorFlow is installed. If the user passed no seed, the public
+    `seed` is a random seed.
     """
     return None if has_drawn_seed(initializer) else getattr(initializer, "seed", None)
 

@@ -29,9 +29,9 @@ def saved_as_keras(layer_class: type) -> type:
 def safe_deserialization() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which Keras never loads code (lambdas, pickles) from a file.
 
-    In Keras 3.15, functions ignore `safe_mode=True` after `keras.config.enable_unsafe_deserialization()`. A script may
-    have called that function for another file. `serialization_lib.SafeModeScope` overrides both settings. No public API
-    overrides both.
+    After `keras.config.enable_unsafe_deserialization()`, functions of Keras 3.15 ignore the argument `safe_mode=True`.
+    A script may have called `enable_unsafe_deserialization` to load another file. The private
+    `serialization_lib.SafeModeScope` overrides that call. No public API overrides it.
     """
     scope: contextlib.AbstractContextManager[None] = serialization_lib.SafeModeScope(True)
     return scope

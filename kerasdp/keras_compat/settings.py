@@ -54,8 +54,8 @@ def set_attention(device_kind: str) -> None:
 
     Keras 3.15 on jax selects a TPU kernel (splash attention) by default. Without a mask, this kernel computes causal
     attention. With a mask, it uses the mask of the first sample for all samples. On several devices, it does not
-    compile ("Mosaic kernels cannot be automatically partitioned"). With bfloat16, it does not compile if float32
-    products are exact. A layer that requests flash attention explicitly still gets flash attention.
+    compile ("Mosaic kernels cannot be automatically partitioned"). With bfloat16, it does not compile if float32 matrix
+    products have full precision. A layer that requests flash attention explicitly still gets flash attention.
 
     Args:
         device_kind: the kind of a `Devices`, for example `"tpu"`.
@@ -118,7 +118,7 @@ def set_seed(seed: int) -> None:
 
 
 def seed_of_program() -> int | None:
-    """Returns the seed of the last call of `keras.utils.set_random_seed`; None if that was `set_seed`.
+    """Returns the seed of the last call of `keras.utils.set_random_seed`; None if `set_seed` made that call.
 
     Keras 3.15 has no public function for this seed.
     """

@@ -1,7 +1,7 @@
-"""Tests whether a model trains the same on all backends and numbers of devices, and finds where it first diverges.
+"""Tests whether a model has the same losses on all backends and numbers of devices, and finds the first difference.
 
-`compare` trains a model in many ways and compares their steps. `bisect` finds the operation that two backends compute
-differently.
+`compare` trains a model on several backends and numbers of devices, and compares the steps of these training runs.
+`bisect` finds the operation that two backends compute differently.
 
 Example:
     ```python

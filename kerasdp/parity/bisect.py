@@ -240,7 +240,10 @@ def _findings(backends: tuple[str, str], expected: Steps, received: Steps) -> It
 
 
 def _of_operation(output: np.ndarray) -> float:
-    """Returns the tolerance for the output of an operation with equal inputs. The output's dtype determines it."""
+    """Returns the tolerance of an operation's output if both backends get equal inputs.
+
+    The tolerance depends on the dtype of the output.
+    """
     kind = str(output.dtype)
     return tolerance_for(kind, "SGD").of_outputs(0) if kind in ("float32", "float16", "bfloat16") else _OPERATION
 
@@ -283,7 +286,7 @@ def _of_gradients(found: Finding, calls: "list[Call]", first: list[Gradients], s
 def _some(value: np.ndarray, other: np.ndarray) -> str:
     """Returns a text with the element of `value` that differs most from `other`, and its position.
 
-    If the dtypes or shapes differ, the text has the dtype and the shape of `value` instead.
+    If the dtypes or shapes differ, the text has no element. It has the dtype and the shape of `value`.
     """
     if value.shape != other.shape or value.dtype != other.dtype or not value.size:
         return f"{value.dtype}{list(value.shape)}"

@@ -259,7 +259,7 @@ def compare(
             plain[name] = plain_losses(job, name)
         except RunError as error:
             reason = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
-            warn(f"keras.Model.fit on {name} without kerasdp fails, so the figure has no curve for it: {reason[-1]}")
+            warn(f"keras.Model.fit on {name} without kerasdp fails, so the figure lacks this curve: {reason[-1]}")
     return Comparison(outcomes=outcomes, tolerance=tolerance, plain=plain)
 
 

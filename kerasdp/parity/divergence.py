@@ -249,7 +249,7 @@ def locate(expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str,
     apart = difference(expected.losses[0], received.losses[0])
     if apart > tolerance.after(0):
         return (
-            f"{agreed}, but the loss differs: check its weights, and its mean over samples or replicas",
+            f"{agreed}, but the loss differs: check the weights of the loss, and its mean over samples or replicas",
             apart > _BEYOND_ROUND_OFF * tolerance.after(0),
         )
     # A gradient that is only round-off proves nothing. An example is the gradient of a bias before a batch norm.
@@ -260,8 +260,8 @@ def locate(expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str,
         apart = difference(gradient, other)
         if apart == math.inf or (apart > allowed and np.abs(gradient - other).max() > 1e-3 * allowed * scale):
             return (
-                f"{agreed}, and the loss; backwards, the gradient of {name} differs first, by {apart:.1e}: check its "
-                "computation, and its reduction over the replicas",
+                f"{agreed}, and the losses agree; in the backward pass, the gradient of {name} differs first, by "
+                f"{apart:.1e}: check its computation, and its all-reduce over the replicas",
                 False,
             )
     return "", False

@@ -99,7 +99,7 @@ class Trace:
         gradient_norms: norm of the gradient of each step, over all trainable weights.
         samples: for each step, the indices of its samples in the data set.
         metrics: loss and metrics over all training steps. Names with the prefix `evaluate_` are results of an
-            evaluation after the last step, over at most the same number of batches.
+            evaluation after the last step. It uses at most as many batches as the training.
         optimizer: class name of the optimizer.
         outputs: output of each layer, if the trace is detailed.
         gradients: gradient of each trainable weight by path, if the trace is detailed.

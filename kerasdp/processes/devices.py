@@ -23,7 +23,7 @@ _WRITTEN_BY_KERAS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices of a run.
+    """The kind and the number of the devices of a run, and the processes that use the devices.
 
     Args:
         kind: `"gpu"`, `"tpu"`, `"cpu"`, or with jax the platform name of a plug-in.

@@ -30,11 +30,11 @@ def first_line(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException, num_places: int) -> str:
-    """Returns an error as one line of text, with the places in user code where it was raised.
+    """Returns an error as one line of text, with the lines of user code in its traceback.
 
     Args:
         error: the error.
-        num_places: largest number of places, such as `train.py:12`, innermost first.
+        num_places: maximum number of lines of user code. Each line is written as `train.py:12`, innermost first.
     """
     # Keras (3.15) writes the arguments after the message.
     text = " ".join(_BOLD.sub("", str(error)).partition("Arguments received")[0].split())
@@ -49,7 +49,7 @@ def in_a_line(error: BaseException, num_places: int) -> str:
 
 
 def calling_line() -> str:
-    """Returns the place in user code that called kerasdp, such as `file.py:12`; empty if there is no user code."""
+    """Returns the line of user code that called kerasdp, such as `file.py:12`; empty if there is no user code."""
     for frame, line in traceback.walk_stack(inspect.currentframe()):
         if is_of_user(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{line}"

@@ -2,7 +2,7 @@
 
 The server ends when the program that started it ends, even during the import of a framework. A signal to the process
 group would end the server and the workers. So the server blocks SIGTERM and SIGUSR1. Each worker unblocks both signals
-after the fork, so that a signal that arrived just before the fork still reaches the worker.
+just after its fork. Before that, a signal to the worker stays pending.
 """
 
 import os

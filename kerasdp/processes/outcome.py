@@ -84,7 +84,7 @@ def how_it_ended(exit_code: int) -> str:
     if exit_code < 0:
         why = "; check whether the system has enough memory" if exit_code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-exit_code).name}{why}"
-    return f"ended with exit code {exit_code}" if exit_code else "ended by itself, without an error"
+    return f"ended with exit code {exit_code}" if exit_code else "ended with exit code 0, but without a result"
 
 
 def _write(outcome: Outcome) -> None:

@@ -23,7 +23,7 @@ _PAGE = "docs/many-machines.md"
 _PLACES = {
     "torch": f"torch needs RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment; start the "
     f"program with torchrun, which sets these variables ({_PAGE})",
-    "jax": f"start it with SLURM, Kubernetes or on Cloud TPU, or set JAX_COORDINATOR_ADDRESS ({_PAGE})",
+    "jax": f"start the program with SLURM, Kubernetes or on Cloud TPU, or set JAX_COORDINATOR_ADDRESS ({_PAGE})",
     "tensorflow": "Keras 3 cannot train on several machines with TensorFlow; use --backend=torch or jax",
 }
 ALIKE = (
@@ -202,7 +202,7 @@ def unlike(one: dict[str, Any], other: dict[str, Any], first: str, second: str) 
                 continue
             texts = [texts[0], "other values in the same shape"]
         is_data = "sample" in (given[0] or given[1])
-        cure = "pass the same data on every rank, and seed random code: each rank selects its rows of the global batch"
+        cure = "pass the same data on every rank (each rank selects its rows of the batch), and seed random code"
         return UserError(
             f"{one['name']} ({one['line']}): expected the same {name} on all ranks. Received: {texts[0]} on {first}, "
             f"{texts[1]} on {second}; {cure if is_data else 'pass the same value on every rank'}"

@@ -139,7 +139,7 @@ def _surroundings(by_code: list[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _set_flags(values: dict[str, Any]) -> None:
-    """Defines and sets absl flags in a worker. `values` come from the command line of the program, by flag name."""
+    """Defines and sets absl flags in a worker. `values` maps each flag name to its value in the main process."""
     if not values:
         return
     from absl import flags
@@ -265,7 +265,7 @@ def _why_unsendable(function: Callable[..., Any], error: Exception) -> str:
             "calls, so that they use the devices and the seed of the run"
         )
     if not variable:
-        return f"{name} cannot be sent to worker processes ({first_line(error)}); create the objects it uses inside it"
+        return f"{name} cannot be sent to worker processes ({first_line(error)}); create its objects in the function"
     return (
         f"{variable}, which {holder} refers to, is a {type(value).__name__} and cannot be sent to worker processes "
         f"({first_line(reason)}): create it in {name}, from numbers, arrays or paths"
@@ -343,8 +343,8 @@ _lock = threading.RLock()
 def not_run_again() -> Iterator[None]:
     """Prevents processes that are spawned within the `with` block from running the user's script again.
 
-    A process that `multiprocessing` spawns first runs the main script of its parent process. An exception is the
-    `__main__.py` of a package, which has no `if __name__ == "__main__"` (CPython 3.11 to 3.14,
+    By default, `multiprocessing` makes a spawned process first run the main script of its parent process. It does not
+    run the `__main__.py` of a package, because this file has no `if __name__ == "__main__"` (CPython 3.11 to 3.14,
     multiprocessing/spawn.py). So this context manager makes the main script look like a `__main__.py`.
     """
     main: Any = sys.modules["__main__"]
@@ -361,8 +361,7 @@ class SentResult:
 
     Args:
         result: the return value.
-        folder: folder for the models in the value, which are saved if the value cannot be pickled. None: the current
-            folder.
+        folder: folder to save the models of the return value, if the value cannot be pickled. None: the current folder.
 
     Raises:
         UserError: if the value cannot be pickled. The message names the files of the saved models.
@@ -426,8 +425,8 @@ def _save(model: Any, stem: str) -> str:
     """Saves a model to a file, and returns the path of the file.
 
     Args:
-        model: the bytes of a `.keras` file; or a model, whose weights alone are saved, because its class may have no
-            `get_config`.
+        model: the bytes of a `.keras` file, or a model. For a model only the weights are saved, because its class may
+            have no `get_config`.
         stem: path of the file, without its ending.
     """
     if isinstance(model, io.BytesIO):

@@ -154,9 +154,9 @@ def noted() -> signal.Signals | None:
 
 
 def leave_if_asked() -> None:
-    """Ends the run if an earlier signal should have ended it.
+    """Ends the run if the signal handler has raised an exception, but the run still continues.
 
-    The run may still continue, because user code can catch the exception that the signal handler raised.
+    This happens if user code catches the exception.
     """
     if _noted and (_context != "awaited" or INTERRUPT in _noted[1:]):
         raise _ending(_noted[-1])
@@ -277,7 +277,7 @@ def _leave(number: int, arrived: float) -> None:
 
 
 def _forget() -> None:
-    """Resets the recorded signals in a forked process, and disconnects it from the signal pipe of its parent."""
+    """Deletes the recorded signals in a forked process, and disconnects this process from the parent's signal pipe."""
     global _context
     _noted.clear()
     _raised.clear()

@@ -41,8 +41,8 @@ class Watchdog:
         """Creates a watchdog whose timer does not run yet. User code may run for any time before the first `fit`.
 
         Args:
-            timeout: seconds without progress after which the process writes its stack. None: it never does.
-            compiler: name of the compiler, for the message that a compilation takes long. Empty: no message is printed.
+            timeout: seconds without progress after which the process writes its stack. None: no timer ever runs.
+            compiler: name of the compiler, for the message about a long compilation. Empty: no message is printed.
         """
         self._timeout, self._compiler = timeout, compiler
         self.seconds_to_compile: float | None = None
@@ -158,8 +158,9 @@ def seconds_without_a_move(place: Place) -> int:
 def describe_stacks(stacks: Mapping[str, str]) -> str:
     """Returns a text with the line of user code that each process executes.
 
-    The text names the innermost line of user code in a thread of kerasdp that reads data, and otherwise in the main
-    thread. If there is no user code, the text names the innermost line of the main thread.
+    If a thread of kerasdp executes user code to read data, the text names the innermost line of this user code.
+    Otherwise the text names the innermost line of user code in the main thread. Without user code, the text names the
+    innermost line of the main thread.
 
     Args:
         stacks: results of `read_stack`, by name of the process. The main thread is the last thread of each stack.

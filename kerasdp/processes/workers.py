@@ -84,7 +84,7 @@ def run_workers(
 
     Raises:
         UserError: if an argument refers to an object that cannot be pickled.
-        RunError: the error of the process that failed first. All other processes are ended first.
+        RunError: the error of the process that failed first. It is raised after all processes have ended.
         SystemExit: if a signal ended the processes, and the current process received the signal, too.
     """
     with contextlib.ExitStack() as stack:

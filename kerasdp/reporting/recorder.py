@@ -22,8 +22,8 @@ _FAR_ABOVE = 10
 class Recorder(keras.callbacks.Callback):
     """Writes the files of a run, prints its first and last lines, and stops the run if the loss is not finite.
 
-    Losses stay on the device until a line is due. To read each loss immediately, the host would have to wait in every
-    step.
+    Losses stay on the device until a line of steps.jsonl is due. To read each loss immediately, the host would have to
+    wait for the device in every step.
     """
 
     def __init__(

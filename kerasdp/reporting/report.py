@@ -70,7 +70,7 @@ def warn(text: str) -> None:
 def say(*lines: str) -> None:
     """Prints lines to stdout.
 
-    The training continues without output if the program that reads the output has ended, such as `head -1`.
+    If the program that reads the output has ended (`head -1`, for example), the training continues without output.
     """
     try:
         print(*lines, sep="\n", flush=True)

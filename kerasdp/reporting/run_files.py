@@ -183,7 +183,7 @@ _Tracker = tuple[Callable[[str, int, dict[str, float]], None], Callable[[], None
 class Trackers:
     """Logs values to the experiment trackers that `Config.tracker` names.
 
-    If a tracker fails, the training continues without this tracker.
+    If a tracker fails during the training, the training continues without this tracker.
     """
 
     def __init__(self, facts: Facts, folder: str, last_step: int):
@@ -206,7 +206,7 @@ class Trackers:
             try:
                 self._trackers[name], known[name] = _BEGIN[name](facts, folder, last_step, known.get(name))
             except Exception as error:
-                raise UserError(f"--tracker={name} cannot start: {first_line(error)}") from error
+                raise UserError(f"--tracker={name} cannot start ({first_line(error)}); fix the cause") from error
         if known:
             with open(path, "w") as file:
                 json.dump(known, file)

@@ -30,9 +30,10 @@ class _Weight(NamedTuple):
 
     Attributes:
         initializer: the initializer of the weight.
-        key: the seed of the draw.
-        key_within: the first part of the seed of other draws within this draw, by other initializers or `keras.random`.
-        indices: numbers these other draws.
+        key: the integers that seed the draw of the initial values.
+        key_within: the first integers of the seed of nested draws. Nested draws are draws that the initializer makes
+            through `keras.random` or a second initializer.
+        indices: numbers the nested draws.
     """
 
     initializer: Any
@@ -45,7 +46,7 @@ class WeightNumbering:
     """Numbers random weights and seed generators from 0, in the order of their creation.
 
     An initializer with a seed keeps that seed. An initializer without a seed uses one seed for all its weights, as in
-    Keras. Here this is the seed of the initializer's first weight.
+    Keras. In this class, that seed comes from the number of the initializer's first weight.
 
     Args:
         seed: the run's seed.
@@ -91,7 +92,7 @@ class WeightNumbering:
         return draw_values
 
     def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
-        """Draws the values of a random initializer of Keras, called by `add_weight` or by any other code."""
+        """Draws the values that a random initializer of Keras returns to `add_weight` or to any other caller."""
         weight = current_step().weight
         if weight is None:
             key = self._key_of(initializer, self._next_key(_OUTSIDE))
@@ -110,7 +111,7 @@ class WeightNumbering:
         return _whole_number(self._next_key(_DEFAULT_SEED))
 
     def portable_draws(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which `keras.random` draws portably, also within user-defined initializers."""
+        """Returns a context in which `keras.random` draws the same on all backends, also in custom initializers."""
         return random_numbers.portable_draws(random_numbers.INITIALIZER, unseeded=self._unseeded_words)
 
     def _unseeded_words(self) -> tuple[int, int]:
@@ -123,7 +124,7 @@ class WeightNumbering:
         return [self.seed, next(self._counts[kind]), kind]
 
     def _key_of(self, initializer: Any, place: list[int]) -> list[int]:
-        """Returns the key for a draw of an initializer: from its seed, or else from the place of its first draw."""
+        """Returns the integers that seed a draw: from the initializer's seed, else from `place` of its first draw."""
         seed = seed_of(initializer)
         if isinstance(seed, keras.random.SeedGenerator):
             own = seed.get_config()["seed"]
@@ -138,10 +139,10 @@ class WeightNumbering:
 
 @contextlib.contextmanager
 def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[None]:
-    """Makes all new random weights, and the seeds of all new random layers, depend on `seed` alone.
+    """Makes new random weights, and the seeds of new random layers, depend only on `seed` within the context.
 
-    An initializer or a layer with a seed keeps that seed, as in Keras. Weights that are loaded later (a pretrained
-    model) do not change: only the first value of a new variable is drawn here.
+    An initializer or a layer with a seed keeps that seed, as in Keras. This context sets only the initial value of a
+    new variable. So weights that are loaded later, such as pretrained weights, do not change.
 
     Args:
         seed: the run's seed.
@@ -153,7 +154,7 @@ def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[No
 
 
 def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
-    """Returns the initializer of which a layer made a copy for this weight. Without a copy, returns `initializer`.
+    """Returns the original of `initializer`, if a layer copied that original for a weight; else `initializer` itself.
 
     In Keras 3.15, `EinsumDense` copies its initializer together with the random seed that Keras drew for the
     initializer. In the copy, that seed looks like a seed from the user.

@@ -33,7 +33,7 @@ def hook_layers() -> None:
 
 
 def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-    """Calls a layer or another operation, and explains errors of code for another framework.
+    """Calls a layer or another operation; explains an error if the layer uses a framework that is not the backend.
 
     `make` is Keras' method for the call.
     """
@@ -199,8 +199,8 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
                 return
             if id(adding) not in layout.adding:
                 raise UserError(
-                    f"layer {adding.name} calls add_loss, but did not call it in the trial before the first step; add "
-                    "a loss in each call with training=True (0.0 if there is no loss), or train on one device"
+                    f"layer {adding.name} calls add_loss, but did not call it in the trial call before the first step; "
+                    "add a loss in each call with training=True (0.0 if there is no loss), or train on one device"
                 )
     add: Callable[[Any], None] = functools.partial(add_loss, layer)
     if (added := current_step().adding) is not None:

@@ -133,7 +133,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
             variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 
     def _move_by_all(self, count: Any, mean: Any, squares: Any, context: replica_context.ReplicaContext) -> None:
-        """Updates the moving statistics with the mean over the replicas.
+        """Updates the moving statistics with the mean of the statistics over the replicas.
 
         If `context.moving` is a list, the update is done at the end of the pass.
         """
@@ -172,7 +172,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def _statistics_of_each(self, x: Any, weights: Any, num_replicas: int) -> tuple[Any, Any]:
         """Computes separate statistics for each replica, in one program that has the rows of all replicas.
 
-        Otherwise this method does the same as `_statistics`.
+        Updates the moving statistics; returns the mean and the variance for each row of `x`.
         """
         rows = x.shape[0]
         size = replica_rows(rows, num_replicas)

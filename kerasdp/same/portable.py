@@ -65,7 +65,7 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     if unbuilt and not has_call(model):
         raise UserError(
             f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them; "
-            f"start {unbuilt[0]} with keras.Input, or call its build()"
+            f"make keras.Input the first layer of {unbuilt[0]}, or call its build(input_shape)"
         )
     hook_layers()
     for layer in all_layers(model):
@@ -104,9 +104,9 @@ def _draws(layer: keras.layers.Layer) -> bool:
 def _draws_without_seed(kind: Any) -> bool:
     """Returns whether the source code of a layer class calls a function of `keras.random` that draws.
 
-    This search is for classes without a seed generator. It covers the class and the functions that its `call` uses. It
-    leaves out `__init__` and `build`, which draw initial weights. An example is drop path in `keras.applications` and
-    in KerasHub (0.32). If the search misses a layer, that layer raises an error when it draws.
+    The search is for layers without a seed generator, such as drop path in `keras.applications` and in KerasHub (0.32).
+    It covers the class, and the functions that `call` uses. It skips `__init__` and `build`, which draw initial
+    weights. If the search misses a layer, that layer raises an error when it draws.
     """
     names = getattr(getattr(kind.call, "__code__", None), "co_names", ())
     used = [vars(sys.modules.get(kind.__module__, kind)).get(name) for name in names]

@@ -90,7 +90,7 @@ def _by(make: Maker, *choices: Any) -> Draw:
 
 @functools.cache
 def _compiled(make: Maker) -> Callable[..., Any]:
-    """Returns one compiled function for each maker. The function is compiled again for each shape and other choices."""
+    """Returns a compiled function that draws with `make`. XLA compiles it again for each new shape and new choices."""
     xla = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.xla")
     return xla.compiled(functools.partial(_drawn, make))
 
@@ -348,7 +348,7 @@ def _state(seed: Any) -> Any:
     if seed is None and words is None and drawing is not None and is_known:
         raise UserError(
             f"{drawing.name} draws from keras.random without a seed, so the values would differ between backends, "
-            "between devices and after a resume; pass seed=keras.random.SeedGenerator(0), created with the layer"
+            "between devices and after a resume; store keras.random.SeedGenerator(0) in the model, and pass it as seed"
         )
     kept = current_step().kept
     if kept is not None and isinstance(seed, keras.random.SeedGenerator) and id(seed.state) not in kept:

@@ -131,8 +131,8 @@ class RowLayout:
 
         Args:
             key: a hashable object that identifies the caller.
-            found: the positions of the rows; None if the tensor is the same for all rows. If the positions are unknown,
-                the end of an error message, which explains this.
+            found: the positions of the rows; None if the tensor is the same for all rows. If the positions are unknown:
+                the second half of an error message, after the name of the caller.
         """
         self._known.setdefault(key, []).append(found)
 
@@ -264,7 +264,7 @@ class ReplicaContext:
         """Gathers the rows of all replicas. The gradient of a row is the sum of its gradients on all replicas.
 
         Args:
-            rows: a tensor with one or several entries for each row on axis 0.
+            rows: a tensor whose axis 0 has one or several entries for each row.
         """
         import keras
         from keras import ops
@@ -290,8 +290,8 @@ class ReplicaContext:
         Args:
             tensor: this replica's shard.
             order: where the rows are in the shard. None: the tensor is returned unchanged.
-            gather_rows: a function that gathers the rows. None: the `gather_rows` of this context, whose gradient is
-                correct for a loss of the global batch that each replica computes.
+            gather_rows: a function that gathers the rows. None: the `gather_rows` of this context. Its gradient is
+                correct if each replica computes the loss of the global batch.
         """
         from kerasdp.keras_compat.layers import with_mask
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class PartsLayout(Layout):
-    """Describes the shardings of a model's variables, some of which are sharded over the devices. See `Layout`."""
+    """Describes how the devices hold a model's variables if some variables are sharded. See `Layout`."""
 
     def __init__(self, replicated: NamedSharding, what: str):
-        """Sets up the layout.
+        """Stores the sharding of replicated tensors, and which variables are sharded.
 
         Args:
             replicated: the sharding of replicated tensors.
-            what: value of `Config.shard`, which says which variables are sharded.
+            what: value of `Config.shard`: `optimizer` shards only optimizer variables, `weights` shards all variables.
         """
         super().__init__(replicated)
         self._what = what
@@ -65,9 +65,9 @@ class PartsLayout(Layout):
     def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wraps a function of weights so that it gathers sharded weights. See `Layout`.
 
-        Each weight is gathered where the function uses the weight, and gathered again in the backward pass. The
-        gathered weight is not kept in between. All other values are kept, otherwise `jax.checkpoint` would compute them
-        twice.
+        Each weight is gathered where the function uses the weight, and gathered again in the backward pass. Between
+        both passes, no gathered weight is kept. All other values are kept. Otherwise `jax.checkpoint` would compute
+        them twice.
         """
         if self._what != "weights":
             return function
@@ -88,9 +88,9 @@ class PartsLayout(Layout):
 def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Returns whether `jax.checkpoint` keeps a value for the backward pass: all values except gathered weights.
 
-    A gathered weight is recognized by the operation of the gathering function. It cannot be recognized by a name
-    (`jax.ad_checkpoint.checkpoint_name`): for a function with a custom gradient, JAX (0.10.2) calls the policy before
-    the result gets a name.
+    The function recognizes a gathered weight by the operation that gathers it. It cannot use a name
+    (`jax.ad_checkpoint.checkpoint_name`). For a function with a custom gradient, JAX (0.10.2) calls the policy before
+    the result of the function gets a name.
     """
     if primitive.name != "custom_vjp_call":
         return True
@@ -110,7 +110,7 @@ class ShardedDataParallel(DataParallel):
         layout, names = PartsLayout(self.replicated, "weights"), self._device_names()
 
         class Parts(keras.distribution.DataParallel):
-            """Shards variables along `cut_axis`."""
+            """Shards each variable along the axis that `cut_axis` returns."""
 
             # Optimizer slots do not come here: Keras (3.15) gives them the layout of their weight.
             def get_variable_layout(self, variable: Any) -> Any:
@@ -130,7 +130,7 @@ class ShardedDataParallel(DataParallel):
         return dataclasses.replace(super().step_functions(model, run_state), description=held)
 
     def gather_variables(self, model: "keras.Model") -> None:
-        """Gathers, in each process, variables whose shards are on several hosts.
+        """Gathers variables whose shards are on several hosts, so that each process has their whole values.
 
         A process cannot read shards on other hosts.
         """

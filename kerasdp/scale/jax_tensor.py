@@ -75,7 +75,7 @@ class TensorParallel(ShardedDataParallel):
         num_devices, cut = len(self.devices), _cut_weights(model)
         if num_devices > 1 and not cut:
             raise UserError(
-                f"--strategy=tensor: expected a kernel with a last axis divisible by the {num_devices} devices. "
+                f"--strategy=tensor: expected a kernel with a last axis divisible by {num_devices}, the device count. "
                 f"Received: none in {model.name}, so all devices would do the same work; use --strategy=data"
             )
         values = [variable.value for variable in all_variables(model)]

@@ -37,9 +37,9 @@ class Stage:
     """Holds one stage of a model that `split` has cut. A call takes a list of inputs, and returns a list of outputs.
 
     Args:
-        model: a functional model with the layers of this stage. The whole model has the same layers, and so the same
-            weights. The inputs are the outputs of the previous stage, or for the first stage the inputs of the whole
-            model.
+        model: a functional model with the layers of this stage. It shares these layers and their weights with the whole
+            model. Its inputs are the outputs of the previous stage. The inputs of the first stage are the inputs of the
+            whole model.
         layers: names of the layers, in the order of their calls.
         share: the stage's fraction of the weights of the whole model, from 0 to 1.
         num_bytes: number of bytes that the stage sends to the next stage for one sample; 0 for the last stage.
@@ -203,8 +203,8 @@ class Graph:
         before, after = holders(self.calls[:place]), holders(self.calls[place:])
         for variable in before.keys() & after.keys():
             if before[variable] == after[variable]:
-                return f"layer {before[variable]} has weights and is used on both sides"
-            return f"layers {before[variable]} and {after[variable]} share weights, and are on different sides"
+                return f"layer {before[variable]} has weights and is used on both sides of the cut"
+            return f"layers {before[variable]} and {after[variable]} share weights, but a cut would separate the layers"
         if any(map(has_mask, self.crossing(place))):
             return "a tensor with a mask would cross the cut and lose its mask"
         return ""
@@ -220,7 +220,7 @@ class Graph:
         place = len(self.names) - self.names[::-1].index(name)
         reason = "no layer comes after it" if place == len(self.names) else self.why_not(place)
         if reason:
-            raise UserError(f"--cut_at: the model cannot be cut after {name}: {reason}")
+            raise UserError(f"--cut_at: the model cannot be cut after {name}: {reason}; name another layer")
         return place
 
     def stage(self, start: int, end: int, name: str) -> keras.Model:
@@ -297,7 +297,7 @@ def stages_of(model: keras.Model, config: Config, num_devices: int) -> list[Stag
 
 
 def flat_inputs(model: keras.Model, inputs: Any) -> list[Any]:
-    """Flattens the inputs that `fit` takes into the list of inputs of a functional model's first stage."""
+    """Converts the inputs of `fit` to the list of inputs of the first stage. `model` is the functional model."""
     structure = inputs_structure(model)
     if isinstance(inputs, dict) and isinstance(structure, dict):
         inputs = {name: inputs[name] for name in structure}

@@ -34,8 +34,8 @@ Values = list[tuple[keras.Variable, Tensor]]
 def call_for_remat(call: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer so that the backward pass recomputes it.
 
-    Calls the layer normally within another layer that is recomputed, in trials, with symbolic inputs, and if the step
-    records the outputs of each layer.
+    The layer is not recomputed if another recomputed layer calls it, or if an input is symbolic. It is also not
+    recomputed in trial steps, and in steps that record the outputs of each layer.
 
     Args:
         call: function that runs the layer.
@@ -84,7 +84,7 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
     for pattern in patterns:
         if not any(is_named(layer, [pattern]) for layer in layers):
             raise UserError(
-                f"--remat={what}: {model.name} has no layer with the name or path {pattern!r}. It has "
+                f"--remat={what}: {model.name} has no layer with the name or path {pattern!r}; choose from "
                 f"{', '.join(dict.fromkeys(layer.name for layer in layers[:8]))}, ..."
             )
     return [layer for layer in layers if is_named(layer, patterns)]

@@ -11,7 +11,7 @@ from kerasdp.errors import UserError
 def rematerialized(block: Any) -> Any:
     """Calls the layer of `block`, so that the backward pass recomputes the layer. Returns the layer's outputs.
 
-    In eager mode nothing is recomputed, because TensorFlow does not tell which tensors the layer closes over.
+    In eager mode nothing is recomputed, because TensorFlow does not report the tensors that the layer closes over.
 
     Args:
         block: a `kerasdp.scale.remat.Block`.
@@ -60,8 +60,10 @@ def rematerialized(block: Any) -> Any:
 def _is_there(upstream: Any) -> tf.Tensor:
     """Returns a tensor with the value True that is computed only after the gradients.
 
-    TensorFlow (2.21) merges operations with the same inputs. It would merge both passes of a layer, and keep the
-    results. The tensor says that a cosine is at most 3. Neither TensorFlow nor XLA knows that this is always true.
+    TensorFlow (2.21) merges equal operations with the same inputs. It would merge the recomputation of a layer with the
+    first computation, and keep all results in memory. The inputs of the recomputation depend on this tensor, so the
+    operations differ. The tensor is the result of a test whether a cosine is at most 3. The result is always True, but
+    neither TensorFlow nor XLA knows this.
     """
     firsts = [tf.cast(tf.reduce_sum(tf.reshape(each, [-1])[:1]), "float32") for each in upstream]
     return tf.logical_not(tf.cos(tf.add_n(firsts)) > 3.0)
@@ -80,8 +82,8 @@ def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], f
     for variable, _ in block.begun:
         if id(variable) not in known and variable.trainable:
             raise UserError(
-                f"--remat: layer {block.layer.name} uses {variable.path}, which is not a variable of that layer, so "
-                "TensorFlow would lose its gradient; remove that layer from --remat, or use --backend=torch or jax"
+                f"--remat: layer {block.layer.name} uses {variable.path}, a variable that is not its own. TensorFlow "
+                "would lose the variable's gradient; remove that layer from --remat, or use --backend=torch or jax"
             )
     operations = tf.compat.v1.get_default_graph().get_operations()
     own = {id(operation) for operation in operations[first:]} | {id(tensor.op) for tensor in tensors}
@@ -91,6 +93,6 @@ def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], f
             is_known = id(tensor.op) in own or tensor.op.type == "Const" or tensor.device != device
             if tensor.dtype.is_floating and not is_known:
                 raise UserError(
-                    f"--remat: layer {block.layer.name} uses a tensor that is not an argument ({tensor.name}), so "
-                    "TensorFlow would lose its gradient; remove that layer from --remat, or use --backend=torch or jax"
+                    f"--remat: layer {block.layer.name} uses tensor {tensor.name}, which is not its input. TensorFlow "
+                    "would lose the tensor's gradient; remove that layer from --remat, or use --backend=torch or jax"
                 )

@@ -388,7 +388,7 @@ class PipelineStep:
         self._shares = [1.0]  # of each micro-batch in the loss
         if training and len(self.micro_batches) > 1:
             counts, is_weighted = [rows.num_rows for rows in self.micro_batches], batch.sample_weight is not None
-            instead = f"use --strategy=data, or --split_size={num_rows}, with which one stage works at a time"
+            instead = f"use --strategy=data, or --split_size={num_rows} (then only one stage works at a time)"
             self._shares = shares_of(pipeline.model, counts, is_weighted=is_weighted, instead=instead)
 
     def context(self, rows: ReplicaRows) -> ReplicaContext:

@@ -50,9 +50,10 @@ def rematerialized(block: Any) -> Any:
 
 
 def _after(tensor: torch.Tensor, upstream: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Returns a copy of a tensor. The copy is computed only after the gradient.
+    """Returns a copy of a tensor that a graph computes only after a gradient in `upstream`.
 
-    A captured step needs this copy, because its operations may be reordered.
+    The compiler may reorder the operations of a captured step. This copy keeps the recomputation of a layer in the
+    backward pass. `upstream` contains gradients of the layer's outputs.
     """
     gradient = next(iter(upstream.values()))
     return torch.ops.kerasdp.after(tensor.detach(), gradient).requires_grad_(tensor.requires_grad)

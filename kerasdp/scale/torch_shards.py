@@ -105,7 +105,7 @@ class Parts:
         for variable, axis in self.to_cut():
             value = raw_value(variable)
             if tuple(value.shape) != tuple(variable.shape):
-                raise UserError(f"--shard: the fit of another model holds shards of {variable.path}; end it first")
+                raise UserError(f"--shard: the fit of another model still shards {variable.path}; end that fit first")
             part, known = part_of(value.detach(), axis, self._rank, self.size), self._held.get(id(variable))
             kept = part.clone(memory_format=torch.contiguous_format) if known is None else known[2].copy_(part)
             # Set the data of the parameter: Keras (3.15) also holds it in modules, where the whole value would stay.
@@ -169,7 +169,10 @@ class Parts:
         return [one.movedim(0, axis).flatten(axis, axis + 1) for one, axis in zip(self._of_all_ranks(parts), axes)]
 
     def _of_all_ranks(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gathers the same shards from all ranks in one message. Each result has the shape `(ranks, ...)`."""
+        """Gathers one shard of each tensor from each rank, all in one message.
+
+        Each result has the shape `(ranks, ...)`: the shards of one tensor, in the order of the ranks.
+        """
         own = [part.reshape(-1) for part in parts]
         gathered = gather_by_group(torch.cat(own) if len(own) > 1 else own[0])
         found = gathered.split([part.numel() for part in parts], dim=1)
@@ -207,7 +210,7 @@ class Parts:
         ]
 
     def take(self, changed: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> list[Any]:
-        """Gathers updated shards into the weights that are whole on each rank. Returns the remaining changes.
+        """Gathers the updated shards of weights that each rank holds whole. Returns all other changes.
 
         Args:
             changed: tuples of a variable, its current value and its new value. The new value may be only this rank's
@@ -275,7 +278,10 @@ class ShardedDataParallel(DataParallel):
         self._parts: ModelCache[Parts] = ModelCache()
 
     def parts_of(self, model: Any) -> Parts | None:
-        """Returns the `Parts` of a model, made again after each `compile`; None if there is one replica."""
+        """Returns the `Parts` of a model, or None if there is only one replica.
+
+        After each `compile` of the model, the first call creates new `Parts`.
+        """
         if self.split.num_replicas == 1:
             return None
         if (parts := self._parts.get(model)) is None or parts.is_stale:
@@ -322,7 +328,7 @@ class _Reading:
 
     Args:
         parts: the shards of the model.
-        groups: the message number of each sharded weight, by the `id` of the weight.
+        groups: the number of the message that gathers a sharded weight, by the `id` of the weight.
         values: the variables, each with its current value.
     """
 
@@ -340,9 +346,9 @@ class _Reading:
         self._storages: dict[int, int] = {}
 
     def value(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
-        """Returns a whole weight, in the dtype in which its layer computes.
+        """Returns the whole value of a sharded weight, cast to the compute dtype of its layer.
 
-        Returns `value` unchanged if the variable is not sharded.
+        If the variable is not sharded, returns `value` unchanged.
         """
         from kerasdp.keras_compat.layers import autocast
 
@@ -365,9 +371,9 @@ class _Reading:
         return self._wholes
 
     def unkept(self, tensor: torch.Tensor) -> Any:
-        """Returns the object that is kept for the backward pass.
+        """Returns the object that PyTorch keeps for the backward pass instead of `tensor`.
 
-        For a gathered weight, the object is only a description. For another tensor, the object is the tensor.
+        For a gathered weight, this is a `_Saved`, which holds no values. All other tensors are returned unchanged.
         """
         weight = self._storages.get(storage_of(tensor))
         if weight is None:
@@ -375,7 +381,7 @@ class _Reading:
         return _Saved(self._key, weight, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def again(self, kept: Any) -> torch.Tensor:
-        """Returns the tensor that `unkept` got. `kept` is the object that `unkept` returned for it."""
+        """Returns a tensor for the backward pass. `kept` is the object that `unkept` returned for this tensor."""
         if not isinstance(kept, _Saved):
             return kept
         with torch.no_grad():
@@ -411,7 +417,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _groups_of(weights: list[Any]) -> dict[int, int]:
-    """Groups neighbouring weights into messages. Returns a dict from the `id` of a weight to its message number."""
+    """Groups consecutive weights into messages. Returns the number of each weight's message, by the weight's `id`."""
 
     from kerasdp.keras_compat.layers import raw_value
 

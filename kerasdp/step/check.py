@@ -1,4 +1,4 @@
-"""Checks before the first update that a batch split over devices yields the same results as the whole batch."""
+"""Checks before the first update that a model computes the same values for a split batch as for the whole batch."""
 
 import contextlib
 import dataclasses
@@ -61,12 +61,12 @@ def check_first_step(
 
     The check also runs before the first evaluation or prediction of an untrained model. No variable changes.
 
-    The number of samples is one less than four per replica, so the batch contains padding. If one replica holds all
-    rows of each micro-batch, a micro-batch is compared with the whole batch. JAX without `accumulate` computes the
-    whole batch as one program, so there is nothing to compare.
+    The batch has `4 * num_replicas - 1` samples, so it contains padding. If one replica holds all rows of each
+    micro-batch, the check compares a micro-batch with the whole batch. JAX without `accumulate` computes the whole
+    batch as one program, so there is nothing to compare.
 
-    If a layer mixes samples, each device calls that layer with the rows of all devices from then on, where this is
-    possible.
+    If a layer mixes samples, the check makes each device call this layer with the rows of all devices. The check raises
+    an error if this is not possible.
 
     Args:
         model: a built, compiled and portable model. `kerasdp.step.row_search` has already examined it.
@@ -76,8 +76,8 @@ def check_first_step(
         with_loss: whether to compare the loss, too. False for a prediction.
 
     Raises:
-        UserError: if layers, outputs or loss differ by more than rounding error. The message names the first layer
-            whose outputs differ.
+        UserError: if the outputs of layers, the outputs of the model or the loss differ by more than rounding error.
+            The message names the first layer whose outputs differ.
     """
     if config.check == "off":
         return
@@ -96,7 +96,7 @@ def check_first_step(
         if strategy.processes.rank == 0:
             report.warn(
                 f"{mixing} of {model.name} mixes the samples of a batch, so each device computes this layer for the "
-                "whole batch, which takes time"
+                "whole batch, and training takes longer; no change is needed"
             )
     if text:
         whole = "without --accumulate" if config.accumulate > 1 else (
@@ -104,20 +104,22 @@ def check_first_step(
         )  # fmt: skip
         raise UserError(
             f"{model.name} computes different values for a split batch than for the whole batch, first in {name} "
-            f"({text}, for {num_rows} samples). Code here or just before mixes the samples of a batch (a mean over "
-            f"axis 0, a product of samples) or draws different random numbers; train {whole}, or "
-            "ignore the difference with --check=off"
+            f"({text}, for {num_rows} samples). Code at or before this point mixes the samples of a batch (a mean over "
+            "axis 0, a product of samples). Or this code draws different random numbers for a shard than for the whole "
+            f"batch; train {whole}, or ignore the difference with --check=off"
         )
     row_layout_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 
 
 def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
-    """Returns the first difference on any rank: its name, its size, and the number of rows of the compared batch.
+    """Returns the first difference between a pass on the whole batch and a pass on a shard, on any rank.
 
-    The result is the same on all ranks.
+    Returns:
+        The name of the layer or result that differs, a text about its values, and the number of rows of the whole
+        batch. If nothing differs, the name and the text are empty. All ranks get the same result.
 
     Raises:
-        UserError: if the model computes different values each time for the same samples.
+        UserError: if two passes of the model on the whole batch compute different values.
     """
     again = noisy = None
     if not strategy.split.runs_on_shards:
@@ -181,7 +183,7 @@ def _is_user_defined(layer: keras.layers.Layer) -> bool:
 
 
 def _calls_with_all_rows(model: keras.Model, name: str) -> bool:
-    """Makes each device call the named layer with the rows of all devices, and returns whether this is possible."""
+    """Makes each device call a layer with the rows of all devices. Returns False if this is not possible."""
     layer, layout = dict(layers_within(model)).get(name.removeprefix("layer ")), row_layout_of(model)
     if layer is None or not layout.can_call_with_all_rows(layer):
         return False
@@ -194,9 +196,9 @@ def _check_custom_step(model: keras.Model, strategy: Strategy, reader: Reader) -
 
     The check compares the values that optimizers and metrics get, and the values of variables after the step.
 
-    A step may divide by a value that it computes from a batch (a number of tokens, a sum of weights). If all devices
-    have the same value by chance, the check does not detect an error. So the step is tried several times, with
-    different rows and different random numbers.
+    A step is wrong if it divides by a value of its shard (a number of tokens, a sum of weights). One trial does not
+    detect this error if all shards happen to have the same value. So the check runs several trials, with different rows
+    and different random numbers.
 
     Raises:
         UserError: if the results differ by more than rounding error.
@@ -274,18 +276,18 @@ def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, numb
     drawn, differing = (next(filter(None, names), []) for names in zip(*found))
     if drawn:
         raise UserError(
-            f"{title} computes a different {drawn[0]} each time for the same batch. Random numbers that are not from "
-            "keras.random would be the same on each device; use keras.random with a keras.random.SeedGenerator that "
-            "the model holds, or train on one device"
+            f"{title} computes a different {drawn[0]} each time for the same batch. With random numbers that are not "
+            "from keras.random, all devices would draw the same values for different rows; use keras.random with a "
+            "keras.random.SeedGenerator that the model holds, or train on one device"
         )
     if differing:
         function = getattr(model, "function", type(model).train_step)
         raise UserError(
             f"{title} computes different values for a split batch than for the whole batch, first in the "
             f"{differing[0]}{_line_of(function)}. Losses must be means over independent samples, and metrics must add "
-            "up over samples; if a value needs several samples (a number of tokens, a sum of weights), use "
-            "kerasdp.all_rows to compute it from the rows of all devices. Or train on one device or with "
-            "--backend=jax, or ignore the difference with --check=off"
+            "up over samples. A value of several samples (a number of tokens, a sum of weights) must include the rows "
+            "of all devices; compute such a value with kerasdp.all_rows, train on one device or with --backend=jax, "
+            "or ignore the difference with --check=off"
         )
 
 
@@ -364,8 +366,8 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool,
         model: the model to run.
         data: inputs, targets and sample weights.
         with_loss: whether to compute the loss.
-        noise: the relative change of each weight and each input value, up or down. The inputs change because, for equal
-            inputs, a batch norm would output only rounding errors.
+        noise: the relative change of each weight and each input value, up or down. The inputs must change, too: if all
+            inputs are equal, a batch norm outputs only rounding errors.
     """
     inputs, targets, sample_weight = rows_of((with_noise(data[0], noise), *data[1:]), slice(None))
     # One scope for outputs and loss: it holds the activity penalties.
@@ -381,9 +383,9 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool,
 
 
 def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | None = None) -> tuple[int, str, str]:
-    """Returns the place, the name and the size of the first difference between two passes.
+    """Returns the index and the name of the first tensor that differs between two passes, and a text about its values.
 
-    If the passes do not differ, the place is `_LAST`, and name and size are empty.
+    If no tensor differs, the index is `_LAST`, and the name and the text are empty.
 
     Args:
         whole: the pass on the whole batch.
@@ -422,6 +424,10 @@ def _tolerance(expected: Any, noisy: Any) -> float:
 
     If rounding errors change a value of an integer tensor (the expert of a token, the entry of a codebook), any
     difference is allowed.
+
+    Args:
+        expected: the tensor, computed for the whole batch.
+        noisy: the same tensor, computed with rounding errors added to the weights; None without such a pass.
     """
     if noisy is None:
         return tolerance_of(expected)
@@ -462,10 +468,10 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
 
 
 def _is_part(whole: np.ndarray, own: np.ndarray, shard: ShardPass, tolerance: float) -> bool:
-    """Returns whether a tensor is one contiguous section of another tensor, for rows of different lengths.
+    """Returns whether `own` is one contiguous section of `whole`, if rows have different numbers of entries on axis 0.
 
-    The rows lie one after the other on axis 0. Integers (indices of nodes or rows) may count from the first entry of
-    the section. Padding follows the last row.
+    Axis 0 holds the entries of the first row, then the entries of the next row. Padding follows the last row. If the
+    values are indices of nodes or rows, the indices in `own` may count from the first entry of the section.
     """
 
     def is_at(place: int) -> bool:

@@ -1,9 +1,9 @@
 """Runs a user-defined `train_step` or `test_step` on each replica's rows, and combines the results.
 
-Each replica runs the step on its rows as if they were the whole batch. Before an optimizer gets gradients, they are
-averaged over the replicas, weighted by rows. Metrics are combined, too. If the losses are means over rows, the result
-is the same as for the whole batch. Before the first step, a trial on a few rows finds out what the step does. The trial
-changes nothing.
+Each replica runs the step on its rows as if they were the whole batch. Before an optimizer gets gradients, the
+gradients are averaged over the replicas, weighted by rows. Metrics are combined, too. If the losses are means over
+rows, the result is the same as for the whole batch. Before the first step, trials on a few rows find the rows in the
+tensors of the step, and the objects that the step uses. The trials change no variable.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def join_steps(model: keras.Model) -> Iterator[None]:
 
 
 def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any]:
-    """Runs a step within `join_steps`, and returns its logs for the global batch.
+    """Runs a user-defined step, and returns its logs for the global batch. Must be called within `join_steps`.
 
     Args:
         model: the model whose metrics the step updates.
@@ -134,7 +134,7 @@ def run_on_shard(
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
     is_trial: bool = False,
 ) -> tuple[dict[str, Any], list[Found]]:
-    """Runs a step on a replica's shard of a batch, within `join_steps`.
+    """Runs a user-defined step on a replica's shard of a batch. Must be called within `join_steps`.
 
     Args:
         model: the user's model.
@@ -215,7 +215,10 @@ def title_of(model: keras.Model, name: str) -> str:
 
 
 def refuse_next_values(model: keras.Model, what: str, instead: str) -> None:
-    """Raises `UserError` if a model has float8 variables. Their gradient is their next value and needs the whole batch.
+    """Raises `UserError` if a model has float8 variables.
+
+    The gradient of a float8 variable is the next value of the variable. To compute this value, the whole batch is
+    needed.
 
     Args:
         model: a built model.
@@ -238,14 +241,16 @@ def find_rows_of_step(
 ) -> None:
     """Finds where the rows of a batch are in the tensors of a user-defined step.
 
-    `row_layout_of` returns the result. The step runs on a few rows and on half of them. Nothing changes.
+    `row_layout_of` returns the result. The step runs twice: on `NUM_ROWS` rows, and on half of these rows. The model
+    does not change.
 
     Args:
-        model: a built model, made `portable`.
+        model: a built model, after a call of `portable`.
         name: the name of the step.
         data: `NUM_ROWS` samples as NumPy arrays: inputs, targets and sample weights.
         strategy: the strategy of the run.
-        will_be_checked: whether a later check would detect a wrong result. If so, the search may guess.
+        will_be_checked: whether a later check would detect a wrong result. If so, the search may guess where
+            the rows are.
 
     Raises:
         UserError: if the rows cannot be found, because the step mixes the samples of a batch.
@@ -266,9 +271,9 @@ def find_rows_of_step(
 
 
 def _trial_of(model: keras.Model, name: str, data: tuple[Any, Any, Any], strategy: Any) -> Callable[[], list[Found]]:
-    """Returns a function that tries a step on a whole batch in a replica, without an update.
+    """Returns a function that runs a trial of a step on a whole batch. Call the function within a replica.
 
-    The function returns the records of the trial: see `Share`.
+    In a trial, optimizers do not update weights. The function returns the records of the trial: see `Share`.
     """
     num_rows, build = len(keras.tree.flatten(data)[0]), strategy.shard_steps(model).build_optimizer
 
@@ -301,7 +306,9 @@ def leave_unchanged(model: keras.Model) -> Iterator[None]:
 
 
 def try_whole_step(model: keras.Model, data: tuple[Any, Any, Any], strategy: Any) -> list[Found]:
-    """Runs a model's custom `train_step` on a whole batch without an update, within `leave_unchanged`.
+    """Runs a trial of a model's custom `train_step` on a whole batch. Must be called within `leave_unchanged`.
+
+    In a trial, optimizers do not update weights.
 
     Args:
         model: see `find_rows_of_step`.
@@ -338,7 +345,7 @@ class StepParts:
 
 
 class _Recording(InnerScope):
-    """A scope that records in the dictionary `used` which variables are read or assigned, by their `id`."""
+    """Records the variables that code within this scope reads or assigns, in the dictionary `used` by `id`."""
 
     def __init__(self, used: dict[int, keras.Variable]):
         super().__init__()

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def fit_step(replica: Replica, batch: DeviceBatch, detail: Detail) -> Trained:
     """Runs one training step on the global batch; each replica computes its shard.
 
-    The numbers in brackets in the comments are numbers of rules in docs/contributing/same-learning.md.
+    Numbers in brackets in the comments refer to the rules in docs/contributing/same-learning.md.
 
     Args:
         replica: the replica that runs this step.
         batch: the padded shard of the replica (1). On JAX, one replica stands for all devices, and has the whole batch.
-        detail: which values of this step to record: outputs and gradients, or nothing.
+        detail: which values of this step to record: see `Detail`.
     """
     from kerasdp.step.observer import observed, record_forward_pass
 

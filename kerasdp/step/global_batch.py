@@ -1,9 +1,9 @@
 """Computes the loss and metrics of a global batch from the rows of each replica, in one pass or in several passes.
 
-If a loss is a sum over rows, each replica sums the losses of its rows. Then it divides the sum by the divisor of the
-whole batch's loss. If a metric adds up, each replica computes how its rows change the metric. For Keras' losses and
-metrics, it is known whether they are of this kind. Users declare this for other losses and metrics with `per_sample`.
-For all remaining losses and metrics, the outputs of the whole batch are gathered.
+If a loss is a sum over rows, each replica sums the losses of its rows. Then each replica divides its sum by the divisor
+of the whole batch's loss. If a metric adds up over rows, each replica computes how its rows change the metric. kerasdp
+knows which losses and metrics of Keras add up over rows. For custom losses and metrics, users declare this property
+with `per_sample`. For all other losses and metrics, the replicas gather the outputs of the whole batch.
 """
 
 import contextlib
@@ -129,8 +129,8 @@ def shares_of(model: keras.Model, counts: list[int], *, is_weighted: bool, inste
         # A loss with `ignore_class` takes the mean of the remaining values (Keras 3.15).
         if not is_by_rows(loss) or loss_options(loss).get("ignore_class") is not None:
             raise UserError(
-                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}. If each value of the "
-                "loss depends on one sample only, you can instead declare the loss with kerasdp.per_sample"
+                f"the loss {loss.name} of {model.name} needs the whole batch at once; {instead}. Or declare the loss "
+                "with kerasdp.per_sample, if each value of the loss depends on one sample only"
             )
     reductions = {loss.reduction for loss in losses}
     if reductions == {"sum"}:
@@ -150,7 +150,7 @@ def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[kera
     Args:
         model: a model with built losses.
         targets: a few rows as NumPy arrays.
-        symbols: the model's outputs in their structure, as `KerasTensor`s. The number of their rows does not matter.
+        symbols: `KerasTensor`s for the outputs of the model, in the structure of the outputs. Axis 0 may have any size.
     """
     numbers, num_rows = np.random.RandomState(0), len(keras.tree.flatten(targets)[0])
 
@@ -250,11 +250,11 @@ class GlobalBatch:
     Each micro-batch has a separate object. The object of the last micro-batch gets the sums of all micro-batches.
 
     Attributes:
-        loss: the loss to differentiate. If its gradients are averaged over the replicas and added up over
-            micro-batches, they are the gradients of the global batch's loss.
+        loss: the loss to differentiate. Its gradients must be averaged over the replicas and added up over the
+            micro-batches. The result is the gradients of the global batch's loss.
         sums: the sums of this pass; after all passes were added up, the sums of all passes.
-        is_of_own_rows: whether the loss is a sum over the replicas' rows. Otherwise each replica computes the loss from
-            all rows.
+        is_of_own_rows: whether each replica computes the loss of its rows only. If False, each replica computes the
+            loss from the rows of all replicas.
     """
 
     def __init__(
@@ -332,7 +332,14 @@ class GlobalBatch:
             self._note_changes("metrics", variables, scope, self._has_own_rows)
 
     def store_sums(self, sums: dict[str, Tensor]) -> Tensor:
-        """Stores `sums.to_reduce` after the sum over the replicas; returns the loss of the global batch."""
+        """Stores the sums over all replicas, from which metrics and moving statistics are updated.
+
+        Args:
+            sums: the tensors of `self.sums.to_reduce`, summed over the replicas.
+
+        Returns:
+            The loss of the global batch.
+        """
         self._sums_of_all = added(Sums(sums, {}), Sums(self.sums.complete, {})).to_reduce
         return self._sums_of_all["loss"]
 
@@ -397,13 +404,17 @@ class GlobalBatch:
         return loss
 
     def _factor_of_means(self) -> float:
-        """Returns the factor of the micro-batch's loss in Keras' means of losses. These means are weighted by rows."""
+        """Returns the factor by which to multiply the micro-batch's loss in Keras' loss metrics.
+
+        These metrics are means, weighted by rows.
+        """
         return self._share * self._total_rows / self.num_rows
 
     def _inputs_for(self, method: str) -> Any:
         """Returns the inputs of the global batch for a user-defined method.
 
-        For a method of Keras, which does not use the inputs, the inputs are not gathered.
+        If the model does not override the method, this function returns the inputs of the replica, because Keras'
+        method does not use the inputs.
         """
         inputs = self._padded.inputs
         if self.context is None or not _overrides(self.model, method):
@@ -430,8 +441,8 @@ class GlobalBatch:
     def _share_of_loss(self, loss: keras.losses.Loss, targets: Any, outputs: Any, sample_weight: Any) -> Tensor:
         """Computes this replica's share of the global batch's `loss`, multiplied by the number of replicas.
 
-        The code follows `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15, but sums over all
-        replicas.
+        The code follows `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15. But the divisor of the
+        loss counts the rows of all replicas.
         """
         context = cast(ReplicaContext, self.context)
         masks, dtype = [mask_of(outputs)], loss.dtype

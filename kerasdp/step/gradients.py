@@ -34,8 +34,8 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
         of its variable or tensor. If the value does not depend on a variable or tensor, its gradient is None.
 
     Raises:
-        UserError: on a call of the returned function without variables or tensors, or with one that has no
-            floating-point type. Also if `function` does not return a scalar.
+        UserError: when the returned function is called, if there are no variables or tensors, or one of them has no
+            floating-point dtype. Also if `function` does not return a scalar.
 
     Example:
         ```python
@@ -84,7 +84,7 @@ def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]
         step: the step, a function without arguments.
 
     Raises:
-        UserError: if the step assigns to another variable, because JAX would lose the new value.
+        UserError: if the step assigns to a variable that is not in `lists`, because JAX would lose the new value.
     """
     begun = [pair for variables, values in zip(lists, state) for pair in zip(variables, values)]
     known = {id(variable) for variables in lists for variable in variables}
@@ -122,7 +122,7 @@ def _floats_in(structure: Any, name: str) -> list[Any]:
 
 def _scalar_and_aux(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise UserError(f"value_and_grad: expected {name} to return (scalar, aux); else call it without has_aux=True")
+        raise UserError(f"value_and_grad: expected {name} to return (scalar, aux); return both, or leave out has_aux")
     value, aux = result if has_aux else (result, None)
     value = keras.ops.convert_to_tensor(value)
     if len(value.shape) or "float" not in keras.backend.standardize_dtype(value.dtype):

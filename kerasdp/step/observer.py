@@ -61,7 +61,7 @@ def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> d
         detail: how much to record.
         gradients: the gradient of the global batch's loss for each trainable weight, reduced over the replicas; None
             for a weight without a gradient.
-        outputs: the dictionary of `record_forward_pass`.
+        outputs: the dictionary that `record_forward_pass` yields.
     """
     if detail == Detail.NOTHING:
         return {}
@@ -102,7 +102,7 @@ def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
     """Records the output of each layer of a model in a forward pass, for this replica's rows.
 
     At the end, the context also records the losses that layers added, and the values that layers assigned to variables.
-    The losses are available only in a scope that collects losses.
+    Keras keeps these losses only in a `StatelessScope` that collects losses.
     """
     outputs: dict[str, Any] = {}
     with _recording(model, outputs, lambda tensor: tensor):

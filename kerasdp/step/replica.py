@@ -35,7 +35,7 @@ class DeviceScalar:
         return float(self.__array__())
 
     def is_ready(self) -> bool:
-        """Returns whether the device has computed the value. On other backends than JAX, always returns True."""
+        """Returns whether the device has computed the value. With PyTorch and TensorFlow, always returns True."""
         return getattr(self.values, "is_ready", lambda: True)()
 
     @classmethod
@@ -94,9 +94,9 @@ class TrainedWeights:
     """
 
     def __init__(self, model: Any):
-        """Collects the layers and weights of a model, once for each set of variables.
+        """Collects the layers and weights of a model once.
 
-        Reading `model.trainable_weights` in each step would walk through all layers each time.
+        Without this list, each step would read `model.trainable_weights`, which visits all layers.
         """
         from kerasdp.keras_compat.layers import all_layers
 
@@ -132,9 +132,9 @@ def require_known_weights(model: Any) -> None:
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """Returns the learning rate of the next step as a tensor, without waiting for the device.
+    """Returns the learning rate of the current step as a tensor, without waiting for the device.
 
-    Call this function within the step.
+    Call this function within the step, before the optimizer update.
     """
     import keras
 
@@ -194,9 +194,9 @@ def require_leaves(weights: list[Any], assigned: list[Any]) -> None:
     for variable in assigned:
         if id(variable) in trained:
             raise UserError(
-                f"a layer assigns to the trainable weight {variable.path} in its call, so --backend=jax, --shard and "
-                "--compile=on would compute another gradient than other runs; assign in a callback, or train with "
-                "--backend=torch or tensorflow without these flags"
+                f"a layer assigns to the trainable weight {variable.path} in its call, so --backend=jax, --shard or "
+                "--compile=on would change the gradient; assign to the weight in a callback, or train with "
+                "--backend=torch or --backend=tensorflow, without --shard and --compile=on"
             )
 
 
@@ -261,15 +261,19 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
-        """Returns the context of layers in a pass of a training step; None if layers see the whole batch."""
+        """Returns the `ReplicaContext` for a pass of a training step; None if each layer gets the whole batch."""
 
     @abc.abstractmethod
     def differentiate(self, compute: "LossOfPass", one: Pass) -> tuple[list[Tensor | None], "GlobalBatch", Found]:
-        """Runs `compute` on a pass. Returns the gradients of the trainable weights, and the other results."""
+        """Runs `compute` on a pass, and differentiates the loss that it returns.
+
+        Returns:
+            The gradients of the trainable weights, the `GlobalBatch` of the pass, and the record of the forward pass.
+        """
 
     @abc.abstractmethod
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """Averages gradients over the replicas, and sums other tensors over the replicas.
+        """Averages gradients over the replicas, and sums the tensors of `to_reduce` over the replicas.
 
         Tensors that `differentiate` has already sent are not sent again.
 
@@ -381,7 +385,7 @@ class ShardSteps(Replica):
         """Runs a user-defined step. Returns Keras' logs and the records of a trial, both for the global batch."""
 
     def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
-        """Builds an optimizer once for all replicas of this process; called within a replica."""
+        """Builds an optimizer once for all replicas of this process. Must be called within a replica."""
         optimizer.build(variables)
 
     @abc.abstractmethod
@@ -396,8 +400,8 @@ class ShardSteps(Replica):
     def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
         """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
 
-        The gradients of a weight must be averaged over the replicas. The MEAN is the gradient of the loss of the global
-        batch, for any loss.
+        Average the gradients of a weight over the replicas, instead of summing them. Then the mean is the gradient of
+        the global batch's loss, for any loss.
         """
 
     def gather(self, outputs: Structure, num_rows: int) -> Structure:
@@ -442,8 +446,8 @@ class ShardSteps(Replica):
         """Returns the number of replicas if the model trains in float8, else 1.
 
         The loss of a replica's rows is multiplied by the number of replicas, because gradients are averaged later. But
-        float8 layers record how large gradients are. So with float8, the loss is divided by the number of replicas, and
-        `with_next_values` multiplies the averaged gradients.
+        float8 layers record how large gradients are. So with float8, the loss is divided by the number of replicas
+        before differentiation. Later, `with_next_values` multiplies the averaged gradients by this number.
         """
         from kerasdp.keras_compat.layers import is_next_value
 
@@ -461,7 +465,7 @@ class ShardSteps(Replica):
         self, batch: DeviceBatch, step: str = "call", replicas: tuple[ReplicaRows, ...] = (),
         total_rows: int | None = None,
     ) -> ReplicaContext | None:  # fmt: skip
-        """Returns the context of layers in a step on this batch; None for one replica without micro-batches.
+        """Returns the `ReplicaContext` for a step on this batch; None for one replica without micro-batches.
 
         Args:
             batch: the replica's rows.
@@ -485,7 +489,7 @@ class ShardSteps(Replica):
         )
 
     def context_of_pass(self, one: Pass) -> ReplicaContext | None:
-        """Returns the context of layers in a pass of a training step."""
+        """Returns the `ReplicaContext` for a pass of a training step."""
         return self.context(one.batch, "call", one.replicas, one.total_rows)
 
     def test(self, batch: DeviceBatch) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def row_layout_of(model: keras.Model, step: str = "call") -> RowLayout:
 
 
 def is_known(model: keras.Model, step: str = "call") -> bool:
-    """Returns whether the rows were searched in the model with its current layers. See `row_layout_of` for `step`."""
+    """Returns whether the row layout of a model with its current layers is known. See `row_layout_of` for `step`."""
     layers, _ = (_found.get(model) or {}).get(step, ([], None))
     return list(map(id, layers)) == list(map(id, all_layers(model)))
 
@@ -95,7 +95,9 @@ def context_of(
 
 
 class RowSearch(RowLayout):
-    """Compares the tensors of two calls, on all of `NUM_ROWS` rows and on some of them; records what layers do.
+    """Compares the tensors of two calls to find the rows: a call on `NUM_ROWS` rows, and a call on half of these rows.
+
+    Also records the layers that add losses, and the layers that assign to variables.
 
     Attributes:
         is_whole: whether the current call is the first one, on all rows.
@@ -103,10 +105,11 @@ class RowSearch(RowLayout):
     """
 
     def __init__(self, will_be_checked: bool = False):
-        """Starts a search.
+        """Starts a search for the rows.
 
         Args:
-            will_be_checked: whether a later check would detect a wrong result. If so, the search may guess.
+            will_be_checked: whether a later check would detect a wrong result. If so, the search may guess where
+                the rows are.
         """
         super().__init__()
         self.is_whole, self.found, self._will_be_checked = True, RowLayout(), will_be_checked
@@ -118,7 +121,8 @@ class RowSearch(RowLayout):
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowOrder | None:
         """Returns where the rows are in a tensor: see `RowLayout`.
 
-        If the positions are unknown, this is recorded. An error is raised only when a step needs the positions.
+        If the positions of the rows are unknown, the method records an error text, but raises no error. `found` raises
+        the error when a step needs the positions.
         """
         if self.is_whole:
             is_folded = tensor is not None and tuple(tensor.shape[:1]) == shape[:1] and shape[:1] > (NUM_ROWS,)
@@ -168,7 +172,10 @@ class RowSearch(RowLayout):
     def watch_call(
         self, call: Callable[..., Any], layer: keras.layers.Layer, context: ReplicaContext, args: Any, kwargs: Any
     ) -> Any:
-        """Calls a layer; records where the rows are in its arguments and outputs, and which variables it assigns."""
+        """Calls a layer, and records the variables to which the layer assigns.
+
+        Also records where the rows are in the arguments and outputs of the layer.
+        """
         row_orders_in("arguments", layer, context, (args, kwargs))
         seeds = {id(variable) for variable in seed_variables(layer)}
         variables = [variable for variable in layer.variables if id(variable) not in seeds]
@@ -227,7 +234,7 @@ def find_row_layout(model: keras.Model, inputs: Any) -> None:
     `row_layout_of` returns the result. No variable changes.
 
     Args:
-        model: a built model, made `portable`.
+        model: a built model, after a call of `portable`.
         inputs: `NUM_ROWS` samples as NumPy arrays, in the structure that `model` takes.
     """
     outputs = None
@@ -249,10 +256,10 @@ def search_rows(
     """Finds where the rows of a batch are, by comparing two calls.
 
     Args:
-        model: a built model, made `portable`.
+        model: a built model, after a call of `portable`.
         step: see `row_layout_of`.
-        call: a function that computes some of `NUM_ROWS` rows. For each tensor, it asks the given `RowLayout` where the
-            rows are.
+        call: a function that runs the step on a slice of `NUM_ROWS` rows. During the step, layers ask the given
+            `RowLayout` where the rows are in each tensor.
         will_be_checked: see `RowSearch`.
     """
     search = RowSearch(will_be_checked)
@@ -266,7 +273,7 @@ def search_rows(
 def trial(model: keras.Model, layout: RowLayout, rows: slice, is_micro_batch: bool = False) -> Iterator[ReplicaContext]:
     """Makes a context for a call on some of `NUM_ROWS` rows, and yields its `ReplicaContext`.
 
-    No variable changes, and nothing is sent.
+    No variable changes, and replicas exchange no data.
     """
     context = trial_context(layout, rows, is_micro_batch=is_micro_batch)
     # Only layers may draw random numbers, which they make portable.
@@ -290,11 +297,11 @@ def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterat
     except Exception as error:
         if explained(error) is not None:  # a device failed
             raise
-        reason = ", where each device has some of them" if is_split else ""
+        reason = " split over devices" if is_split else ""
         line = error_text.in_a_line(error, _NUM_PLACES)
         advice = (
-            "make the code work for any number of samples and for several calls. Data with a row for each sample must "
-            "be an argument of the step"
+            "make the code work for any number of samples and for several calls; pass data with a row for each sample "
+            "as an argument of the step"
         )
         if _READS_A_VALUE.search(line):
             advice = "a step cannot read the value of a tensor; return the tensor, and read it outside of the step"
@@ -308,7 +315,7 @@ def trial_context(layout: RowLayout, rows: slice, **fields: Any) -> ReplicaConte
     """Returns the context of a trial on some of `NUM_ROWS` rows.
 
     Args:
-        layout: the `RowLayout` that layers ask where the rows are.
+        layout: the `RowLayout` that says where the rows are in the tensors of layers.
         rows: the rows of the trial.
         **fields: other fields of `ReplicaContext`.
     """

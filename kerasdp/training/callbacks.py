@@ -135,7 +135,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.checkpointer.after_step()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Ends the training part of the epoch, and calls the callbacks before an evaluation."""
+        """Waits for the last training step, stops the clock, and calls the callbacks before an evaluation."""
         self._end_training_part()
         if self.checkpointer:
             self.checkpointer.keep_metrics()

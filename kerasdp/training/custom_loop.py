@@ -234,7 +234,7 @@ class Step:
         """
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
         if config.strategy != "data" or config.has_micro_batches:
-            raise UserError(f"the step {self.__name__}: custom steps need --strategy=data; remove --accumulate")
+            raise UserError(f"the step {self.__name__}: custom steps need --strategy=data; use it without --accumulate")
         # One program for several processes. With one program each, --shard raises an error for custom steps anyway.
         is_one_program = strategy.split.is_one_program and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:
@@ -304,14 +304,14 @@ class SavedParts(keras.Model):
             for part in parts[name].values():
                 if not isinstance(part, kind):
                     words = " or ".join(each.__name__ for each in kind)
-                    raise UserError(f"checkpoint, {name}: expected a {words}. Received: {type(part).__name__}")
+                    raise UserError(f"checkpoint, {name}: expected {words} objects. Received: {type(part).__name__}")
                 if not getattr(part, "built", True):
                     raise UserError(
                         f"checkpoint, {name}: {part.name} is not built, so its variables are unknown; call its build "
-                        "method before runner.checkpoint (of an optimizer: with the weights that it updates)"
+                        "method before runner.checkpoint; for an optimizer, call optimizer.build(weights)"
                     )
         if not parts["optimizers"]:
-            raise UserError("checkpoint, optimizers: expected at least one optimizer. Received: none")
+            raise UserError("checkpoint, optimizers: expected at least one optimizer. Received: none; pass one")
         self.models, self.metrics_held, self.variables_held = parts["models"], parts["metrics"], parts["variables"]
         (_, self.optimizer), *others = parts["optimizers"].items()
         self.optimizers = dict(others)

@@ -1,8 +1,8 @@
-"""Checks that a loss can learn from the targets, before the first step and with the same errors on every backend.
+"""Checks targets and sample weights before the first step. The errors are the same on every backend.
 
-Without this check, the backends would handle labels out of range differently. Torch raises an IndexError. TensorFlow
-prints 94 lines. JAX continues silently, with other results. For wrong shapes, Keras raises an error before the first
-step.
+Without this check, each backend would handle labels out of range differently. PyTorch raises an IndexError. TensorFlow
+prints an error of 94 lines. JAX raises no error, but computes wrong results. For wrong shapes, Keras raises an error
+before the first step.
 """
 
 import contextlib

@@ -191,8 +191,8 @@ class Loop:
     def _epoch_logs(self, logs: Logs, step: str) -> Logs:
         """Returns the metrics of the model after an epoch.
 
-        If the logs of a user-defined step have names that differ from the model's metrics, returns `logs`, the logs of
-        the last batch, instead. The loss is None if the step updates no loss metric. The caller replaces None with the
+        A user-defined step may return logs whose names differ from the model's metrics. Then this method returns the
+        logs of the last batch. The loss is None if the step updates no loss metric. The caller replaces None with the
         mean loss of the batches.
         """
         metrics = self.model.get_metrics_result()
@@ -238,8 +238,8 @@ def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only
     if different:
         raise ReplicasDifferError(
             f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
-            f"{different[0]}: a layer, loss, callback or loop changed it on one device only, or computed it from the "
-            "samples of one device; update it in the same way on all devices"
+            f"{different[0]}: a layer, loss, callback or loop changed this variable on one device only, or computed it "
+            "from the samples of one device; update the variable in the same way on all devices"
         )
 
 
@@ -347,7 +347,7 @@ def _looks_at_weights(model: keras.Model) -> Iterator[None]:
     if weights:
         reason = "check that the step applies its gradients, and that the loss depends on the weights"
         if not model.trainable_weights:
-            reason = "all weights are frozen"
+            reason = "all weights are frozen; to train a layer, set its trainable attribute to True"
         report.warn(f"{model.name}: no weight has changed in the first {num_steps} steps; {reason}")
 
 

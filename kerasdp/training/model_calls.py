@@ -23,11 +23,11 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def through_model(method: Method) -> Method:
-    """Decorates a method of `Runner` so that it calls the model's method of the same name, if the model overrides it.
+    """Decorates a method of `Runner`, such as `fit`. If a model overrides `fit`, the runner calls the model's `fit`.
 
-    The model's method may change arguments, for example add callbacks, and then calls `super()`. This `super()` call
-    arrives at the runner again; see `model_calls_through`. If the model's `fit` only preprocesses data, and the model
-    has no preprocessor, the model's `fit` is skipped.
+    The model's `fit` may change arguments, for example add callbacks, and then calls `super().fit`. This call runs the
+    `fit` of the runner; see `model_calls_through`. If the model's `fit` only preprocesses data, and the model has no
+    preprocessor, the runner does not call the model's `fit`.
     """
     name = method.__name__
 
@@ -91,15 +91,15 @@ def model_calls_through(runner: Any) -> contextlib.AbstractContextManager[None]:
 def _through_runner(
     runner: Any, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs instead of a method of all models, such as `fit`, while a runner is active."""
+    """Replaces a method of all models, such as `fit`, while a runner is active. Calls the method of the runner."""
     if runner._model_steps.num_running and name != "evaluate":
         return method(model, *args, **kwargs)
     if name in ("train_on_batch", "test_on_batch"):
         raise UserError(f"model.{name} would use only one device; use runner.fit or runner.evaluate")
     if hasattr(model, "preprocess_samples"):
         raise UserError(
-            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}; its "
-            f"{name} would batch and preprocess the data again"
+            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, which would "
+            f"batch and preprocess the data again; call runner.{name}"
         )
     if name == "predict_on_batch":
         (x,) = inspect.signature(method).bind(model, *args, **kwargs).args[1:]

@@ -1,4 +1,4 @@
-"""Prepares a model for the devices before its first step."""
+"""Builds a model, checks that the run can train it, and makes it portable between backends, before its first step."""
 
 import weakref
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def prepare(
     scope: Callable[[], AbstractContextManager[None]],
     step: str,
 ) -> None:
-    """Builds the unbuilt layers of a model. Makes layers such as batch norm give the same results on all backends.
+    """Builds a model, checks its data, and makes its layers compute the same values on all backends.
 
     Args:
         model: the user's model.
@@ -130,14 +130,14 @@ def _refuse_to_train(model: keras.Model, config: Config) -> None:
         for reason in reasons_to_gather_for_metrics(model):
             raise UserError(
                 f"--accumulate: {reason} may need the whole batch at once; remove --accumulate. If the variables of "
-                "the metric are sums over the samples, mark it with kerasdp.per_sample instead"
+                "the metric are sums over the samples, declare the metric with kerasdp.per_sample instead"
             )
 
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
-    """Finds which elements of the tensors in a step belong to which row of the batch.
+    """Finds where the rows of the batch are in the tensors of a step.
 
-    Does nothing unless layers run on shards or micro-batches.
+    Does nothing if layers run on neither shards nor micro-batches.
 
     Raises:
         UserError: for a layer that assigns to a variable, if there are micro-batches.
@@ -148,7 +148,7 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
     if is_own:
         if step == "train_step":
             name = getattr(model, "title", f"the train_step of {type(model).__name__}")
-            refuse_next_values(model, f"{name} on several devices", "use --backend=jax, one device, or fit without it")
+            refuse_next_values(model, f"{name} on several devices", "use --backend=jax, one device, or no custom step")
         if not is_known(model, step):
             data = reader.sample(NUM_ROWS) if step != "predict_step" else (reader.sample(NUM_ROWS)[0], None, None)
             will_be_checked = step == "train_step" and config.check != "off"
@@ -213,9 +213,8 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
     for name, optimizer in optimizers if config.keeps_checkpoints else ():
         if not optimizer.built:
             raise UserError(
-                f"{name} of {model.name} is an optimizer that the first step does not use. Checkpoints cannot "
-                "save an unbuilt optimizer; call optimizer.build(weights) before training, or add "
-                "--checkpoint_every=never"
+                f"{name} of {model.name} is an optimizer that the first step does not use. Checkpoints cannot save an "
+                "unbuilt optimizer; call optimizer.build(weights) before training, or add --checkpoint_every=never"
             )
 
 

@@ -71,7 +71,8 @@ def make_reader(
         fitting: whether the data is read in many epochs, so that the devices may cache it.
         fit_number: number of earlier calls of `fit` that trained the model from epoch 0. Each `fit` has a different
             order.
-        known_streams: streams of iterators that can be read only once, for the next call.
+        known_streams: streams of iterators that can be read only once, by the `id` of the iterator. Later calls with
+            the same iterator use the same stream.
 
     Raises:
         UserError: if the data cannot be split over the devices, or if targets or weights are passed twice.
@@ -92,7 +93,7 @@ def make_reader(
             reader.num_threads = 0
         return reader
     if y is not None or sample_weight is not None:
-        raise UserError(f"x ({type(x).__name__}) yields batches with targets and weights; remove y and the weights")
+        raise UserError(f"x ({type(x).__name__}) yields batches with targets and weights; remove y and sample_weight")
     if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
         raise UserError(f"x: expected arrays, or an object that yields batches. Received: {type(x).__name__}")
     steps = _capped(steps, steps or length_of(x))  # endless data is allowed only with steps
@@ -117,7 +118,7 @@ def _source_of(x: Any, y: Any, sample_weight: Any, class_weight: dict[int, float
     """Returns the data as a source that reads samples by index; None if `x` yields batches."""
     if _is_source(x):
         if any(part is not None for part in (y, sample_weight, class_weight)):
-            raise UserError(f"x ({type(x).__name__}) contains targets and weights; remove y and the weights")
+            raise UserError(f"x ({type(x).__name__}) holds targets and weights; remove y, sample_weight, class_weight")
         return x
     if not is_of_arrays(x):
         return None

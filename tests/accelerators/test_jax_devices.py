@@ -54,7 +54,7 @@ def test_flags_of_a_deterministic_run_are_known_to_xla_and_set_once(given, expec
 
 @pytest.mark.proof
 def test_a_run_cannot_become_deterministic_once_jax_has_started():
-    message = f"AlreadyStartedError: JAX has already started without {DETERMINISTIC}; set XLA_FLAGS earlier"
+    message = f"AlreadyStartedError: JAX has started without {DETERMINISTIC}; set XLA_FLAGS before you use JAX"
     assert result_of(run(PROGRAMS / "jax_devices.py", "late", backend="jax")) == [message, ""]
 
 

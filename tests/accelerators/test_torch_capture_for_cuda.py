@@ -104,7 +104,7 @@ def test_what_stays_on_the_cpu_is_named(quick):
     assert found["drawing"]["train"]["on the CPU"] == found["drawing"]["train"]["copied"] == 1
     drawn, *waiting = warnings
     assert "draws random numbers that are not from keras.random" in drawn
-    assert len(waiting) == 3 and all("waits for the CPU because of aten.rand" in line for line in waiting)
+    assert len(waiting) == 3 and all("waits for CPU operations: aten.rand" in line for line in waiting)
 
 
 @pytest.mark.parametrize("model", MODELS)

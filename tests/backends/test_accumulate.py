@@ -53,7 +53,7 @@ def test_it_learns_as_with_the_whole_batch(backend):
         assert_taught_alike(received, whole, case)
     for loss, error in (("dice", refused), ("against_mean", also_refused)):
         assert re.fullmatch(
-            rf"the loss {loss} of functional_?\d* needs the whole batch at once; leave out accumulate. If .*",
+            rf"the loss {loss} of functional_?\d* needs the whole batch at once; leave out accumulate. Or .*",
             error,
         )
 

@@ -121,7 +121,7 @@ def fitted(runner, kind):
     ("remat", "words"),
     [
         ("blocks", "has no layer that contains layers with weights; name layers by a pattern, such as --remat='dense"),
-        ("dense*, conv*", "has no layer with the name or path 'conv*'. It has dense"),
+        ("dense*, conv*", "has no layer with the name or path 'conv*'; choose from dense"),
     ],
 )
 def test_what_no_layer_is(remat, words):

@@ -78,7 +78,7 @@ def test_what_draws_past_keras_is_named(backend):
 
 
 def test_a_model_that_cannot_take_some_of_its_samples_is_refused():
-    assert trained("torch")["threes"].startswith("thirds fails on 4 samples, where each device has some of them, in ")
+    assert trained("torch")["threes"].startswith("thirds fails on 4 samples split over devices, in a trial before ")
 
 
 @each_backend

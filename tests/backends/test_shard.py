@@ -92,7 +92,7 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
 REFUSALS = {
     "muon": "Muon may need whole weights",
     "own optimizer": "SignSGD may need whole weights",
-    "reading": "is sharded over the devices between two steps",
+    "reading": "cannot be read or changed between two steps, because it is sharded over the devices",
     "own": "expected the steps of Keras' fit, evaluate and predict",
 }
 

@@ -170,5 +170,5 @@ def test_what_is_not_finite_is_not_written(tmp_path):
     reason = "(model/0000 dense/kernel contains NaN or infinity)"
     last = f"the last good one is {tmp_path}/step-00000001.safetensors"
     assert told == [f"cannot write checkpoints into {tmp_path} {reason}; training continues; {last}"]
-    assert writer.unwritten == f"the checkpoint of step 2 {reason}, {last}"
+    assert writer.unwritten == f"the checkpoint of step 2 {reason}; {last}"
     assert os.listdir(tmp_path) == ["step-00000001.safetensors"]

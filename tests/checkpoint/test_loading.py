@@ -80,7 +80,7 @@ def test_a_model_that_is_no_graph_is_given(tmp_path):
     assert_alike(kerasdp.load_model(path, other), model)
     wrong = Subclassed(7)
     wrong(IMAGES)
-    with pytest.raises(UserError, match="the checkpoint has another model: .*; build the model, and pass"):
+    with pytest.raises(UserError, match="the checkpoint does not fit the model: .*; build the model, and pass"):
         kerasdp.load_model(path, wrong)
 
 

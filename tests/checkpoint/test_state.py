@@ -85,7 +85,7 @@ def test_metrics_in_another_order(saved, resumed):
 @pytest.mark.parametrize("metrics", [[["mae", "mse"], ["mse"]], [["mae"], None], [None, ["mae"]], [["mse"], ["mse"]]])
 def test_other_metrics_within_an_epoch_are_refused(metrics):
     source, target = fitted(with_metrics([["mae"], ["mse"]])), fitted(with_metrics(metrics))
-    with pytest.raises(UserError, match=r"the checkpoint has another metrics: metrics/compiled/dense/\d/m"):
+    with pytest.raises(UserError, match=r"the checkpoint does not fit the metrics: metrics/compiled/dense/\d/m"):
         state.restore(target, gather(source), ("metrics",))
 
 
@@ -99,7 +99,7 @@ def test_loss_scaling_comes_and_goes():
 
 @pytest.mark.parametrize("other", [{"units": 5}, {"optimizer": "sgd"}])
 def test_other_variables_are_refused(other):
-    with pytest.raises(UserError, match="the checkpoint has another (model|optimizer)"):
+    with pytest.raises(UserError, match="the checkpoint does not fit the (model|optimizer)"):
         state.restore(trained(**other), gather(trained()), ("model", "optimizer"))
 
 

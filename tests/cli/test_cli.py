@@ -51,15 +51,15 @@ def test_flagfiles(recipe):
         ("train", "--flagfile=/nowhere/none.flags", 1, "none.flags"),
         ("train", "stray", 2, "error: expected flags only. Received: 'stray'"),
         ("train", "--resume", 2, "add --workdir=FOLDER"),
-        ("parity", "--device_counts=1,two", 1, "expected such as 1,2,4"),
+        ("parity", "--device_counts=1,two", 1, "expected, for example 1,2,4"),
         ("parity", "--gpus=2", 1, "Unknown command line flag 'gpus'"),
         ("pipeline", "--repetitions=1", 1, "flag --repetitions=1: 1 is not integer >= 2"),
         ("from_scratch", "--precision=bfloat16", 2, "error: --precision: expected float32 or float64"),
-        ("predict", "--output=a.txt --checkpoint=a", 1, "flag --output=a.txt: expected .npy or .csv"),
+        ("predict", "--output=a.txt --checkpoint=a", 1, "flag --output=a.txt: expected a .npy or .csv file"),
         ("predict", "--gpus=2", 1, "Flag --checkpoint must have a value other than None"),
         ("export", "--checkpoint=m.keras", 1, "Flag --to must have a value other than None"),
         ("finetune", "--preset=a --weights=b", 2, "error: --preset and --weights both name the model"),
-        ("finetune", "--weights=b", 2, "give both, or none of them"),
+        ("finetune", "--weights=b", 2, "and --dataset needs one of them; add that flag"),
     ],
 )
 def test_wrong_flags(recipe, flags, code, words, tmp_path):

@@ -73,7 +73,7 @@ def test_copies_never_overwrite(tmp_path, capsys, monkeypatch):
     (tmp_path / "predict.py").symlink_to("not-there.py")
     for name in ("train", "predict"):
         assert call("copy", f"recipes/{name}.py") == 2
-        assert f"already there: {name}.py" in capsys.readouterr().err
+        assert f"these files exist already: {name}.py" in capsys.readouterr().err
     assert (tmp_path / "train.py").read_text() == "mine" and not (tmp_path / "not-there.py").exists()
     for place in ("train.py", "predict.py"):
         assert call("copy", "smoke", place) == 2 and "which is not a folder" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_each_record_of_a_batch_is_read_once(records, weight):
     [
         (iter([]), "a list_iterator without __len__ or __getitem__"),
         ([], "an empty list"),
-        ([(np.zeros(2), 0), (np.zeros(3), 1)], "input arrays must have the same shape; crop or pad in `decode`"),
+        ([(np.zeros(2), 0), (np.zeros(3), 1)], "input arrays must have the same shape; crop or pad them in `decode`"),
     ],
 )
 def test_what_cannot_be_samples(records, message):

@@ -109,7 +109,7 @@ FAULTS = [
     ("shift", 0, "loss", "the output of shift differs first"),
     ("short_loss", 0, "loss", "all layers agree .* but the loss differs"),
     ("replica_loss", 0, "loss", "all layers agree .* but the loss differs"),
-    ("gradient", 0, "gradient", "backwards, the gradient of second/bias differs first, by 5.0e-01"),
+    ("gradient", 0, "gradient", "in the backward pass, the gradient of second/bias differs first, by 5.0e-01"),
     ("rate", 1, "loss", "an update differs"),
     ("dropped", 2, "samples", "expected 31 rows, received 30 rows"),
     ("swapped", 3, "samples", r"row 4: expected sample \d+, received sample \d+"),

@@ -106,7 +106,7 @@ def masked():
     [
         (shared, {"cut_at": ["between"]}, "cannot be cut after between: layer twice has weights and is used on both"),
         (shared, {"num_stages": 3}, "--gpus: expected from 1 to 2, the largest number of stages of this model"),
-        (tied, {"cut_at": ["middle"]}, "layers table and head share weights, and are on different sides"),
+        (tied, {"cut_at": ["middle"]}, "layers table and head share weights, but a cut would separate the layers"),
         (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross the cut"),
         (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their calls"),
         (small, {"cut_at": ["relu9"]}, "expected names of layers. Received: 'relu9'"),

@@ -53,7 +53,7 @@ def test_without_batch_norm_it_is_the_whole_model():
     received, refused, expected = pipelines([
         cut(2, split_size=5, **case | {"cut_at": CUT}), cut(2, **case | {"loss": "dice"}), case | {"num_devices": 1},
     ])  # fmt: skip
-    words = 'the loss dice of .* needs the whole batch at once; use strategy="data", or split_size=16, with which one'
+    words = r'the loss dice of .* needs the whole batch at once; use strategy="data", or split_size=16 \(then only one'
     assert re.match(words, refused)
     np.testing.assert_allclose(received["outputs"], expected["outputs"], atol=2e-6)
     for name in ("losses", "evaluate", "history"):

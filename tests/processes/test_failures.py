@@ -55,7 +55,7 @@ ALONE = {
     "has_less_data": (2, OTHER_X + r" Received: float32 \(64, 4\) on rank 0, float32 \(56, 4\) on rank 1; pass"),
     "has_other_values": (2, OTHER_X + " .* on rank 0, other values in the same shape on rank 1; .*seed random code"),
     "validates": (2, SAME + r"validation_data on all ranks. Received: nothing on rank 0"),
-    "exits": (1, r"rank 1 ended by itself, without an error"),
+    "exits": (1, r"rank 1 ended with exit code 0, but without a result"),
     "calls_sys_exit": (2, ELSEWHERE),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
     "launches": (2, r"error: launch: another call of launch is still running in this process"),

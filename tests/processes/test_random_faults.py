@@ -14,7 +14,7 @@ NUM_FAULTS = 50
 SAID = {
     "raise": r"RuntimeError: the fault",
     "sleep": r"is at \S*faults.py:\d+, in __call__.*: no progress for 5 s",
-    "exit 0": r"(rank \d|the worker) ended by itself, without an error",
+    "exit 0": r"(rank \d|the worker) ended with exit code 0, but without a result",
     "exit 3": r"(rank \d|the worker) ended with exit code 3",
     "kill": r"(rank \d|the worker) was ended by SIGKILL; check whether the system has enough memory",
 }

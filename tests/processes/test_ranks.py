@@ -59,7 +59,7 @@ def test_one_process_is_one(backend, environment):
     [
         ("torch", SRUN, "srun starts 5 processes, and each would train alone with --backend=torch: .*with torchrun"),
         ("torch", MPIRUN, "mpirun starts 4 processes, and each would train alone"),
-        ("jax", TORCHRUN, "torchrun starts 4 processes, .* --backend=jax: start it with SLURM"),
+        ("jax", TORCHRUN, "torchrun starts 4 processes, .* --backend=jax: start the program with SLURM"),
         ("tensorflow", TORCHRUN, "--backend=tensorflow: Keras 3 cannot train on several"),
     ],
 )

@@ -134,7 +134,7 @@ def test_data_of_tensorflow_made_before_launch_is_told(tmp_path):
     pytest.importorskip("tensorflow")
     done = run(PROGRAMS / "data_before.py", backend="torch")
     assert result_of(done) == [4.0]
-    line = "warning: data, which train refers to, is a tf.data.Dataset made before kerasdp.launch: "
+    line = "warning: data, which train refers to, is a tf.data.Dataset made before kerasdp.launch. "
     assert [text.startswith(line) for text in done.stderr.splitlines() if text.startswith("warning")] == [True]
 
 

@@ -46,13 +46,14 @@ class Steps:
 GROWING = Steps(
     sgd=1e-6,
     adam=1e-6,
-    why="With the usual rates a step makes round-off grow a hundredfold, in float64 and on one backend, too: batch "
-    "norm over nine rows of noise divides by nearly nothing.",
+    why="With the usual learning rates, each step multiplies rounding errors by a hundred, also in float64 and on a "
+    "single backend. The reason is batch norm over nine rows of noise, which divides by almost zero.",
 )
 STILL = Steps(
     epsilon=1e-3,
-    why="KerasHub computes its softmax in float32, in a model of float64, too: Adam with its usual epsilon moves a "
-    "weight whose gradient is round-off (a key's bias) by the sign of that.",
+    why="KerasHub computes this softmax in float32, also in a float64 model. For some weights, such as the bias of the "
+    "keys, the gradient is only rounding. With the usual epsilon, Adam moves these weights by the sign of the "
+    "rounding.",
 )
 OTHER_STEPS: dict[str, Steps] = {
     "app MobileNet": GROWING,
@@ -60,7 +61,9 @@ OTHER_STEPS: dict[str, Steps] = {
     "app InceptionV3": GROWING,
     "hub DebertaV3": STILL,
     "task DebertaV3TextClassifier": STILL,
-    "hub MobileNetV5": Steps(sgd=1e-5, why="KerasHub computes its norms in float32, in a model of float64, too."),
+    "hub MobileNetV5": Steps(
+        sgd=1e-5, why="KerasHub computes the norms of this model in float32, also in a float64 model."
+    ),
     "residual_forecast": Steps(sgd=1e-5, why="The gradient of a percentage error is large."),
 }
 

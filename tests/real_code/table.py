@@ -94,7 +94,7 @@ def other_steps() -> str:
     """Which models train with other rates than the rest, and why."""
     lines = ["## Models with other learning rates", ""]
     rates = f"{Steps.sgd:g} (SGD) and {Steps.adam:g} (Adam, epsilon {Steps.epsilon:g})"
-    lines.append(f"All others train with learning rates of {rates}.")
+    lines.append(f"All models that are not listed here train with learning rates of {rates}.")
     lines.append("")
     for name, steps in OTHER_STEPS.items():
         rates = f"{steps.sgd:g} (SGD), {steps.adam:g} (Adam, epsilon {steps.epsilon:g})"

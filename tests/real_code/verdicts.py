@@ -14,12 +14,14 @@ FLOAT32, FLOAT64 = 1e-5, 1e-9
 LEARNED = {"float32": 1e-2, "float64": 1e-6}
 # Why what is refused cannot be trained, by a part of the message.
 REASONS: dict[str, str] = {
-    "encoder_block_attn_mask_layer": "KerasHub (0.32) reshapes XLNet's mask from (rows, time) to (time, rows) instead "
-    "of transposing it, so that a row gets the masks of others.",
+    "encoder_block_attn_mask_layer": "KerasHub 0.32 reshapes the mask of XLNet from (rows, time) to (time, rows), "
+    "instead of transposing the mask. So a row gets the masks of other rows.",
     "layer dropout works on": "It drops along axis 1, which of its inputs, of shape (time, rows), are the rows.",
-    "mixes the samples of a batch": "Its outputs compare each row with each other: a device has its own rows only.",
+    "mixes the samples of a batch": "The outputs compare every two rows of the batch, but a device has only the rows "
+    "of its shard.",
     "computes different values for a split batch": "What it gives for a row depends on the other rows of the batch.",
-    "assigns to the trainable weight": "On jax, the gradient would go through the values that a call assigns.",
+    "assigns to the trainable weight": "On jax, the gradient would include the values that a call assigns to trainable "
+    "weights.",
 }
 
 

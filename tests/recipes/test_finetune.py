@@ -117,7 +117,7 @@ def test_what_trains():
     plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="one"), keras.layers.Dense(2, name="last")])
     finetune.add_adapters(plain, 1)
     assert [one.path.rpartition("/")[2] for one in plain.trainable_variables] == ["lora_kernel_a", "lora_kernel_b"]
-    with pytest.raises(UserError, match=r"lora_rank: .* has no attention, and no Dense before the last layer"):
+    with pytest.raises(UserError, match=r"lora_rank: .* has no attention or hidden Dense layer"):
         finetune.add_adapters(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), 2)
 
 

@@ -79,7 +79,7 @@ def test_the_losses_of_the_main_recipe(backend, count, trained, tmp_path):
 def test_a_batch_that_does_not_divide(tmp_path):
     flags = ("--gpus=2", "--dataset=synthetic(num_samples=9)", "--batch_size=3", f"--workdir={tmp_path}")
     done = follow(*flags, backend=BACKENDS[0])
-    assert_one_line_and_exit_code_2(done, "--batch_size: expected a batch that divides by the 2 devices. Received: 3")
+    assert_one_line_and_exit_code_2(done, "--batch_size: expected a multiple of 2, the number of devices. Received: 3")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -99,7 +99,7 @@ def test_shards_of_a_batch(lesson):
     assert [keras.ops.convert_to_numpy(half).tolist() for half in halves] == [
         np.arange(8.0).reshape(2, 4).tolist(), np.arange(8.0, 16.0).reshape(2, 4).tolist(),
     ]  # fmt: skip
-    with pytest.raises(UserError, match="expected a batch that divides by the 3 devices. Received: 4 samples"):
+    with pytest.raises(UserError, match="expected a multiple of 3, the number of devices. Received: 4 samples"):
         lesson.split_and_load(np.zeros((4, 4)), ["cpu:0"] * 3)
 
 

@@ -86,7 +86,7 @@ def test_wrong_use_is_one_line(trained, tmp_path):
     model = f"--checkpoint={trained(BACKENDS[0])}"
     for recipe, flags, words in [
         ("predict", [f"--checkpoint={tmp_path}/nowhere"], "load_model: there is no file or folder"),
-        ("export", [model, f"--to={tmp_path}"], "is there already: remove it, or choose another name"),
+        ("export", [model, f"--to={tmp_path}"], "exists already; remove it, or choose another name"),
     ]:
         workdir = [] if recipe == "export" else [f"--workdir={tmp_path}/run"]
         assert_one_line_and_exit_code_2(use(recipe, *flags, *workdir, backend=BACKENDS[0]), words)

@@ -34,7 +34,7 @@ def test_a_sweep_that_is_killed_continues(backend, tmp_path):
     program.send_signal(signal.SIGKILL)
     program.wait(20)
     refused = run("recipes/sweep.py", *flags, backend=backend)
-    assert refused.returncode == 2 and "is there already; continue it (--resume)" in refused.stderr
+    assert refused.returncode == 2 and "exists already; continue it (--resume)" in refused.stderr
     done = run("recipes/sweep.py", *flags, "--resume", backend=backend)
     assert done.returncode == 0, done.stderr
     assert "run 1 of 2" not in done.stdout

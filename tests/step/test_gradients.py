@@ -10,7 +10,7 @@ WORDS = (
     "expected variables or tensors for which to compute gradients. Received: none; build the model first",
     "expected floating-point values. Received: a tensor of int",
     "value_and_grad of <lambda>: expected variables or an argument of <lambda>. Received: neither",
-    "expected <lambda> to return (scalar, aux); else call it without has_aux=True",
+    "expected <lambda> to return (scalar, aux); return both, or leave out has_aux",
 )
 
 

@@ -97,7 +97,7 @@ def test_what_is_known_of_losses(name):
     if expected:
         assert np.dot(shares(model), [value(part) for part in PARTS]) == pytest.approx(value(slice(None)), rel=1e-6)
         return
-    with pytest.raises(UserError, match="needs the whole batch at once; leave it out. If each .*per_sample$"):
+    with pytest.raises(UserError, match="needs the whole batch at once; leave it out. Or .*per_sample, if each "):
         shares(model)
 
 

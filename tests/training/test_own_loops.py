@@ -120,7 +120,7 @@ REFUSED = {
     "condition": TRIAL.format("condition"),
     "other_framework": "the step other_framework ",
     "gradient_of_integers": "expected floating-point values. Received: variable, of int32",
-    "masked_mean": "use kerasdp.all_rows to compute it from the rows of all devices",
+    "masked_mean": "must include the rows of all devices; compute such a value with kerasdp.all_rows",
     "text": "a step: expected tensors as results. Received: 'done'; do not return text",
     "integers": "for other results pass returns='same', 'sum' or 'rows'",
     "step_in_step": "the step lambda was called within a step; call its undecorated function instead",
@@ -132,13 +132,13 @@ REFUSED = {
     "order": "z 3.5 a -3.5 z 11.5 a -11.5 z 19.5 a -19.5 z 26 a -26 7 21.5",
     "log": "log was called outside of a loop over runner.batches",
     "not_built": "is not built, so its variables are unknown; call its build method before",
-    "no_optimizer": "checkpoint, optimizers: expected at least one optimizer. Received: none",
-    "wrong_part": "checkpoint, models: expected a Layer. Received: Adam",
+    "no_optimizer": "checkpoint, optimizers: expected at least one optimizer. Received: none; pass one",
+    "wrong_part": "checkpoint, models: expected Layer objects. Received: Adam",
     "reduction": "returns: expected one of mean, sum, rows, same. Received: 'median'",
     "rows_of_trial": "the step lambda fails on 4 samples, in a trial before the first step: ",
     "read": "0.01 ",
     "other_arrays": "expected the same batch on all ranks",
-    "parted": "first in sequential/dense/kernel: a layer, loss, callback or loop changed it on one device only",
+    "parted": "first in sequential/dense/kernel: a layer, loss, callback or loop changed this variable on one device",
 }
 
 

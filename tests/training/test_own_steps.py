@@ -15,7 +15,7 @@ ALIKE = ("steps_of_keras", "as_in_the_guide", "gan", "vae", "neighbours", "clipp
 REFUSED = {
     "queue": "train_step of Queue computes different values for a split batch than for the whole batch, "
     "first in the value of queue/seen",
-    "foreign_numbers": "each time for the same batch. Random numbers that are not from keras.random would be the same",
+    "foreign_numbers": "each time for the same batch. With random numbers that are not from keras.random, all devices",
     "largest_output": "than for the whole batch, first in the change of metric maximum/value",
     "float8": "the train_step of Sum on several devices: expected no float8 variables, because ",
     "not_built": "has no weights yet, and not_built has no call() to make them",

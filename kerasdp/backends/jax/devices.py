@@ -54,9 +54,9 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
         _choose_platforms(config)
     elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
-        raise AlreadyStartedError(f"JAX has already started {started} of {num_devices} CPU devices; call kerasdp first")
+        raise AlreadyStartedError(f"JAX has started with {started} of {num_devices} CPU devices; use a new process")
     elif cluster and jax.process_count() == 1:
-        raise AlreadyStartedError("JAX has already started for one process; call jax.distributed.initialize first")
+        raise AlreadyStartedError("JAX has started as one process; call jax.distributed.initialize before you use JAX")
     with processes.ending_soon(cluster):
         if cluster:
             processes.join(cluster, config)
@@ -85,7 +85,7 @@ def has_started() -> bool:
 
 
 def make_deterministic() -> None:
-    """Makes a program on GPUs return bit-equal results in each run, even if another process runs the program.
+    """Makes a program on GPUs return bit-equal results in each run, even if each run is a new process.
 
     The function adds flags to XLA_FLAGS, and keeps the flags of the user. The added flags change nothing on CPUs and
     TPUs.
@@ -97,7 +97,7 @@ def make_deterministic() -> None:
     names = [flag.partition("=")[0] for flag in given.split()]
     missing = [f"{name}={value}" for name, value in _DETERMINISTIC.items() if name not in names]
     if missing and has_started():
-        raise AlreadyStartedError(f"JAX has already started without {' '.join(missing)}; set XLA_FLAGS earlier")
+        raise AlreadyStartedError(f"JAX has started without {' '.join(missing)}; set XLA_FLAGS before you use JAX")
     if missing:
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing])
 
@@ -204,8 +204,8 @@ def _find_accelerators(config: Config) -> tuple[str, int]:
 def _devices_of(kind: str) -> list[jax.Device]:
     """Returns all JAX devices of a kind, such as `gpu`.
 
-    JAX may know a plug-in by another name than the kind of its devices. So the function first looks at JAX's default
-    devices.
+    `jax.devices` takes the name of a plug-in, which may differ from the kind of the plug-in's devices. So the function
+    first checks JAX's default devices.
     """
     return default if (default := jax.devices())[0].platform == kind else jax.devices(kind)
 
@@ -234,7 +234,8 @@ def put_whole(array: np.ndarray, sharding: NamedSharding) -> Tensor:
 def put_each(batch: DeviceBatch, shardings: DeviceBatch) -> DeviceBatch:
     """Copies each array of a batch to the devices, like `put_rows`.
 
-    If this process can access all devices, a single call of JAX copies all arrays. This takes half the time.
+    If this process can access all devices, a single call of JAX copies all arrays. This takes half the time of one call
+    for each array.
     """
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(batch, shardings)

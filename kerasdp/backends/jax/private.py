@@ -24,7 +24,7 @@ def key_values() -> Any:
 
 
 def detected_cluster() -> dict[str, Any] | None:
-    """Detects the cluster of this process like JAX. Returns the arguments of `Cluster`, or None without a cluster.
+    """Detects the cluster of this process as JAX does. Returns the arguments of `Cluster`, or None without a cluster.
 
     `jax.distributed.initialize` (JAX 0.10.2) uses the same detection, but it also waits for the other processes. JAX
     has no public function that only detects the cluster. In Kubernetes, a pod without the index of an Indexed Job is

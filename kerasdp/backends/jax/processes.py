@@ -75,7 +75,7 @@ def join(cluster: Cluster, config: Config) -> None:
         if cluster.source == _INITIALIZE:
             raise UserError(
                 f"{_INITIALIZE} was called before kerasdp.launch, but this run needs a new process "
-                "for --max_restarts, --hang_timeout or more devices; remove the call"
+                "for --max_restarts, --hang_timeout or more devices than JAX has; remove that call"
             )
         # kerasdp handles SIGTERM. JAX's preemption service (0.10.2) would catch it first.
         jax.config.update("jax_enable_preemption_service", False)

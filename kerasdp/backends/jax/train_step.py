@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class ModelState:
     """Passes the values of variables to a JAX function, and stores the values that the function returns.
 
-    Between calls, the variables hold their values.
+    Between two calls of the function, the variables hold the values.
 
     Args:
         variables: lists of variables.
@@ -106,11 +106,11 @@ class Layout:
         return [each if isinstance(each, NamedSharding) else self.replicated for each in found]
 
     def cut(self, values: list[Any]) -> list[Any]:
-        """Shards gradients or new weights, so that each device computes only its shard. Here nothing is sharded."""
+        """Shards gradients or new weights, so that each device computes only its shard. This class shards nothing."""
         return values
 
     def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wraps a function of weights. The wrapper first gathers all sharded weights. Here no weight is sharded."""
+        """Wraps a function of weights. The wrapper first gathers all sharded weights. This class shards nothing."""
         return function
 
 
@@ -235,7 +235,7 @@ def _bind_state(
     *,
     is_training: bool,
 ) -> Callable[[Any], Any]:
-    """Turns a step into a function `run(data)`. It returns the outputs of the step, and updates the model's variables.
+    """Returns a function `run(data)`, which returns the outputs of a step and updates the model's variables.
 
     The step is compiled with `jax.jit` if `model.jit_compile` is True and `model.run_eagerly` is False. Otherwise the
     step runs eagerly. A training step donates the old values of the variables. An evaluation step does not change the
@@ -324,7 +324,10 @@ class WholeBatch(Replica):
         return self._split
 
     def passes(self, batch: DeviceBatch) -> list[Pass]:
-        """Returns the passes of a training step. If there is only one pass, it gets the batch without padding."""
+        """Returns the passes of a training step: one pass for each micro-batch, or a single pass for the whole batch.
+
+        A single pass gets the batch without padding.
+        """
         passes = super().passes(batch)
         if len(passes) > 1:
             return passes
@@ -352,7 +355,7 @@ class WholeBatch(Replica):
         )  # fmt: skip
 
     def loss_of_pass(self, one: Pass, outputs: Any, context: ReplicaContext | None) -> "GlobalBatch":
-        """Computes the loss of a pass, like a single device that has all rows."""
+        """Computes the loss of a pass, as if a single device had all rows. See `Replica.loss_of_pass`."""
         if context is not None:
             context = None if one.total_rows is None else dataclasses.replace(context, num_replicas=1)
         return super().loss_of_pass(one, outputs, context)
@@ -438,9 +441,10 @@ class WholeBatch(Replica):
         return one._replace(batch=one.batch._replace(inputs=inputs))
 
     def all_reduce(self, gradients: Gradients, to_reduce: dict[str, Tensor]) -> Callable[[], Received]:
-        """Returns the gradients and the sums, which already belong to the whole batch. So no average is computed.
+        """Returns a function that returns the gradients and `to_reduce`, without an all-reduce.
 
-        If the devices hold shards, each device gets its shard of the gradients.
+        XLA has already computed both for the whole global batch. If variables are sharded, each device gets only its
+        shard of the gradients.
         """
         return lambda: (self._layout.cut(gradients), to_reduce)
 

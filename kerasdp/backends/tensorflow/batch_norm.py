@@ -135,7 +135,7 @@ def _together(statistics: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
 
 @compiled_on_gpus
 def _moved(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor, axis: int) -> tf.Tensor:
-    """Returns `(x - mean) * factor + offset`. The arguments except `x` have one value per channel."""
+    """Returns `(x - mean) * factor + offset`. `mean`, `factor` and `offset` have one value per channel."""
     if not _has_kernel(x, axis):
         mean, factor, offset = _along(axis, x, mean, factor, offset)
         return (x - mean) * factor + offset
@@ -159,7 +159,7 @@ def _moved(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor, 
 def _sums(
     upstream: tf.Tensor, x: tf.Tensor, mean: tf.Tensor, inverse: tf.Tensor, axis: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns the sums per channel that the gradients of batch norm need.
+    """Returns sums over all values of a channel. Batch norm computes its gradients from these sums.
 
     Returns:
         First a tensor of shape `(2, channels)`: the sums of the gradient, and the sums of the gradient times the

@@ -151,8 +151,8 @@ def mean(gradients: list[Any], shared: dict[str, tf.Tensor]) -> Callable[[], tup
         shared: the tensors to sum, by name.
 
     Returns:
-        A function that returns the averages and the sums. It adds no operation if it is compiled together with the code
-        that uses its results.
+        A function that returns the averages and the sums. If this function is compiled together with the code that uses
+        the results, the function adds no operation.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     divisor = num_replicas()

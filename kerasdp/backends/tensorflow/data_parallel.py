@@ -64,9 +64,9 @@ class DataParallel(Strategy):
         reset = tf.compat.v1.reset_default_graph
 
         def reset_default_graph() -> None:
-            """Resets TensorFlow's graph, and enters the scope again.
+            """Resets TensorFlow's default graph, and then enters the strategy's scope again.
 
-            `keras.utils.clear_session` resets the graph, which also ends the scope.
+            `keras.utils.clear_session` calls this function. A reset of the graph also ends the strategy's scope.
             """
             nonlocal scope
             reset()
@@ -149,7 +149,8 @@ class DataParallel(Strategy):
     def each_replica(self, function: Callable[[], T], is_traced: bool = False) -> list[T]:
         """Calls a function in each replica. See `Strategy.each_replica`.
 
-        Each replica has a thread, and only one of these threads runs at a time. Tracing the function takes seconds.
+        Each replica has a thread, and only one of these threads runs at a time. If `is_traced` is True, the function is
+        traced in a graph and not run, which takes seconds.
         """
         found: dict[int, T] = {}
 
@@ -176,7 +177,7 @@ class DataParallel(Strategy):
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
             if model.jit_compile and self.split.num_replicas > 1:
-                raise UserError("jit_compile=True: TensorFlow needs one device; leave out jit_compile, or use --gpus=1")
+                raise UserError("jit_compile=True needs one device on TensorFlow; leave it out, or use --gpus=1")
 
             def run_shards(*data: Any) -> Any:
                 return run(num_rows, *(self.mirrored.run(own_shard, args=(shards,)) for shards in data))
@@ -194,7 +195,7 @@ class DataParallel(Strategy):
     def _require_mirrored(self, model: "keras.Model") -> None:
         """Raises `UserError` if a variable of the model is not mirrored.
 
-        A variable that is not mirrored has a single copy, and each replica would change this copy again.
+        A variable that is not mirrored has a single copy. Every replica would update this copy.
         """
         from kerasdp.keras_compat.layers import raw_value
 

@@ -17,8 +17,8 @@ def dense(gradients: list[Any]) -> list[Any]:
 
     The gradient of an embedding is a `tf.IndexedSlices`: one row for each token, and the indices of the rows. Keras
     (3.15) squares, clips and scales each row separately, although a token that occurs twice has two rows. So an
-    optimizer with state would return other values than on torch and jax. The values would also depend on the number of
-    devices. This function adds the rows of each token.
+    optimizer with state would compute other weights than on torch and jax. The weights would also depend on the number
+    of devices. This function adds up all rows of the same token.
     """
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 

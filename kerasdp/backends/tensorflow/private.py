@@ -34,8 +34,8 @@ def call_flat(function: Any, tensors: list[tf.Tensor]) -> Any:
     """Calls a concrete function with a flat list of tensors.
 
     TensorFlow 2.21: `ConcreteFunction._call_flat`. The public call binds argument names, and compares each tensor with
-    the traced tensor in Python. For four tensors, this takes a quarter of a millisecond. All other Python code of a
-    step takes the same time.
+    the traced tensor in Python. For four tensors, this takes a quarter of a millisecond, as long as all other
+    Python code of a step.
     """
     return function._call_flat(tensors, function.captured_inputs)
 
@@ -90,7 +90,7 @@ def fold_matmuls() -> None:
 
     Products with three or five axes are correct. `TF_ENABLE_ONEDNN_OPTS=0` also avoids the error, but a step of
     ResNet-18 then takes twice as long. There is no public option: `@` on tensors, `tf.matmul` and the gradients of both
-    look up this private name.
+    look up the private name `gen_math_ops.batch_mat_mul_v2`.
     """
     original = gen_math_ops.batch_mat_mul_v2
     if hasattr(original, "__wrapped__"):

@@ -111,14 +111,14 @@ class ReplicaSteps(ShardSteps):
             # Keras (3.15) leaves the replica context within one of two branches. TensorFlow has no graph for this.
             raise UserError(
                 f"{type(model.optimizer).__name__} cannot use gradient_accumulation_steps or ema_overwrite_frequency "
-                "on TensorFlow with several devices; leave them out, use --accumulate, or use --gpus=1"
+                "on TensorFlow with several devices; leave them out and use --accumulate, or use --gpus=1"
             )
         else:
             update()
 
     @contextlib.contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """Returns the context around a step of all replicas. TensorFlow traces the replicas one after the other.
+        """Returns the context in which TensorFlow traces a step of all replicas, one replica after the other.
 
         Args:
             name: the name of the step, such as `train_step`.

@@ -180,7 +180,7 @@ class _Sockets:
             try:
                 received = connection.recv_bytes()
             except EOFError:
-                raise ConnectionError(f"rank {rank} has ended; its output shows the reason") from None
+                raise ConnectionError(f"rank {rank} has ended; read the reason in the output of that rank") from None
             if received[:8] != message[:8]:
                 raise RuntimeError(f"ranks {rank} and {self.rank} compiled different steps; use --compile=off")
             gathered[rank] = np.frombuffer(received, np.uint8, offset=8)

@@ -61,11 +61,13 @@ class CompiledStep(abc.ABC):
     Attributes:
         name: the name of the step: `train`, `test` or `predict`.
         variables: the variables that the step reads or changes.
-        reason: the reason why no more graphs are made, or an empty string while more graphs may be made.
+        reason: why the object makes no more graphs. An empty string: it may make more graphs.
     """
 
     def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any], parts: Any = None):
-        """Stores the variables and their tensors. No graph is made yet. Each compiled model needs a new object.
+        """Stores the variables and their tensors. The first call of the object makes the first graph.
+
+        After each `compile`, the model needs a new object.
 
         Args:
             strategy: the strategy of the run.
@@ -94,7 +96,7 @@ class CompiledStep(abc.ABC):
         """
 
     def kind(self) -> Any:
-        """Returns a key that identifies the weights that are trainable now, or None if the step does not train.
+        """Returns a key of the currently trainable weights, or None if the step does not train.
 
         On torch, Keras freezes a layer immediately, without another call of `compile`.
         """
@@ -115,7 +117,7 @@ class CompiledStep(abc.ABC):
         return keras.StatelessScope(values, collect_losses=True) if self.parts is None else self.parts.scope(values)
 
     def write(self, values: list[torch.Tensor], scope: Any) -> None:
-        """Copies the values that a step assigned in a scope to the tensors in `values`.
+        """Copies all values that a step assigned to variables from the scope to the tensors in `values`.
 
         Raises:
             ValueError: if the step assigned to variables that do not belong to the model. A graph would lose their
@@ -159,7 +161,7 @@ class CompiledStep(abc.ABC):
         If any rank cannot compile the step, this method sets `reason` on all ranks, and no rank uses the graph.
         """
         if len(self.graphs) == _MOST_GRAPHS:
-            self._give_up(f"more than {_MOST_GRAPHS} shapes of batches occur; pad batches to fewer shapes")
+            self._give_up(f"more than {_MOST_GRAPHS} shapes of batches occur; pad all batches to a few shapes")
             return
         reason, any_rank, begun = "", self.strategy.processes.any_rank, time.monotonic()
         try:
@@ -189,7 +191,7 @@ class CompiledStep(abc.ABC):
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         if self.strategy.processes.rank == 0:
-            report.warn(f"--compile: {self.name} steps are not compiled, which is slower, because {reason}")
+            report.warn(f"--compile: {self.name} steps are not compiled, so they run slower. Reason: {reason}")
 
     def _captured(
         self, batch: DeviceBatch, detail: Detail, leaves: list[torch.Tensor]
@@ -237,8 +239,8 @@ class CompiledStep(abc.ABC):
         left = bring_to_device(graph, self.strategy.device)
         if left and not self.graphs and self.strategy.processes.rank == 0:
             report.warn(
-                f"each compiled step of {self.model.name} waits for the CPU because of {', '.join(dict.fromkeys(left))}"
-                ", which runs there; create tensors with keras.ops, which runs on the GPU"
+                f"each compiled step of {self.model.name} waits for CPU operations: {', '.join(dict.fromkeys(left))}"
+                "; create tensors with keras.ops, which creates them on the GPU"
             )
 
 
@@ -261,7 +263,7 @@ class CompiledTraining(CompiledStep):
 
 
 class RankInGraph(RankSteps):
-    """Runs one training step on tensors that replace the values of the variables. A scope holds the assigned values.
+    """Runs one training step. Given tensors replace the variables' values, and `scope` collects the assigned values.
 
     Attributes:
         begun: pairs of a variable and its value at the start of the step. The step computes gradients with respect to
@@ -401,7 +403,7 @@ def inductor_options(strategy: Any) -> dict[str, bool]:
 def _filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Replaces the leaves of a structure by tensors, in the order of `keras.tree.flatten`. None leaves stay None.
 
-    `keras.tree.map_structure` (3.15) is no alternative, because it visits the entries of a dictionary in another order
+    The function does not use `keras.tree.map_structure` (3.15). It visits the entries of a dictionary in another order
     than `keras.tree.flatten`.
     """
     import keras

@@ -200,11 +200,11 @@ class DataParallel(TorchStrategy):
         return seen[shapes] > enough and not self.config.deterministic
 
     def _steps_to_compile(self, run_state: RunState) -> int | None:
-        """Returns the number of training steps for which compiling must pay off, or None if this number is unknown.
+        """Returns the number of training steps that decides whether to compile, or None if the number is unknown.
 
-        Without --deterministic, these are the steps that this process will run. With --deterministic, they are all
-        steps of the run, including the steps before a resume. So a resumed run compiles its steps if the first run did,
-        and both runs have the same rounding errors.
+        Without --deterministic, this is the number of steps that this process will run. With --deterministic, it is the
+        number of all steps of the run, including the steps before a resume. So a resumed run compiles its steps if the
+        first run did. Then both runs have the same rounding errors.
         """
         if run_state.num_steps is None or self.config.deterministic:
             return run_state.num_steps

@@ -55,9 +55,9 @@ _calls = itertools.count()
 
 
 def num_differentiated() -> int:
-    """Returns the next number of a counter, which `differentiate` also increases.
+    """Returns the value of a counter, and increases it by 1. `differentiate` also increases the counter by 1.
 
-    Two numbers differ by more than 1 if `differentiate` ran between the two calls.
+    If the results of two successive calls differ by more than 1, `differentiate` ran between these calls.
     """
     return next(_calls)
 

@@ -48,10 +48,10 @@ def refuse_draws(graph: Graph) -> None:
 def bring_to_device(module: torch.fx.GraphModule, device: torch.device) -> list[str]:
     """Moves the CPU tensors of a captured step to the GPU. Returns the names of the operations that stay on the CPU.
 
-    Each step waits for the operations that stay on the CPU. Keras (3.15) creates tensors from Python numbers and NumPy
-    arrays in each call. In a captured step (torch 2.13), a Python number becomes a tensor in GPU memory. This pass
-    turns this tensor into a constant of the kernels. A NumPy array becomes a CPU tensor, which each step copies to the
-    GPU. This pass copies the tensor once.
+    Each step waits for the operations that stay on the CPU. In each call, Keras (3.15) creates tensors from Python
+    numbers and NumPy arrays. In a captured step (torch 2.13), a tensor from a Python number is in GPU memory. This
+    function turns it into a constant of the kernels. A tensor from a NumPy array is in CPU memory, and each step would
+    copy it to the GPU. This function copies it only once.
     """
     left = []
     for found in _groups_on_cpu(module) if device.type != "cpu" else ():

@@ -58,7 +58,7 @@ class GlooProcesses:
     def all_reduce_max_delayed(self, number: int) -> int:
         """Returns the maximum of the numbers that the ranks passed to the previous call. The first call returns 0.
 
-        Because of this delay, no rank waits for another rank.
+        The previous call has started the all-reduce of these numbers. So no rank waits for another rank.
         """
         last, self._last = self._last, self._begin_maximum(_LATER, number)
         return 0 if last is None else last()
@@ -90,7 +90,7 @@ class GlooProcesses:
                 work.wait()
         for rank in others:
             if not torch.equal(received[rank], proofs[rank]):
-                raise WorkerError(f"another program has connected to rank {self.rank} instead of rank {rank}; stop it")
+                raise WorkerError(f"another program has connected to rank {self.rank} as rank {rank}; end that program")
 
     def _begin_maximum(self, kind: int, number: int) -> Callable[[], int]:
         """Starts to compute the maximum of a number over the ranks. Returns a function that waits for the maximum.

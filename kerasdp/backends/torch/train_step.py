@@ -153,7 +153,9 @@ class RankSteps(ShardSteps):
         return parallel
 
     def loss(self, module: Any, batch: DeviceBatch) -> Any:
-        """Returns the loss of a batch, or of its first micro-batch. Changes no variable.
+        """Returns the loss of a batch. If the batch is split, returns the loss of its first micro-batch only.
+
+        The method changes no variable.
 
         Args:
             module: the model, or the module that wraps the model.
@@ -188,10 +190,10 @@ class RankSteps(ShardSteps):
 
 
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
-    """Averages gradients over the ranks if DistributedDataParallel does not average them.
+    """Averages over the ranks the gradients that DistributedDataParallel does not average.
 
-    These are gradients of weights that did not affect the loss of the first batch. They may affect the loss of a later
-    batch.
+    DistributedDataParallel averages only the gradients of weights that affected the loss of the first batch. The other
+    weights may affect the loss of a later batch.
 
     Args:
         parallel: the model, or the DistributedDataParallel that wraps the model.
