@@ -7,8 +7,7 @@
 
 Expected of the first command: accuracy on upside-down digits rises from 0.4 to 0.9, in half a minute. --dataset is a
 function that returns (x_train, y_train), (x_test, y_test): arrays, or texts for a preset. model.keras in the workdir is
-a plain Keras model with merged adapters. `add_adapters` chooses their layers. Copy this file into your project and edit
-it.
+a plain Keras model with merged adapters. `add_adapters` chooses their layers. Copy this file and edit it.
 """
 
 import json
@@ -100,10 +99,7 @@ def train(runner):
 
 
 def fit(runner, model, training, held_out, epochs):
-    """Compiles and trains a model. Returns its loss and accuracy on held-out data before and after the training.
-
-    After a change of `trainable`, a model must be compiled again.
-    """
+    """Compiles and trains a model. Returns its loss and accuracy on held-out data before and after the training."""
     import keras
 
     optimizer = keras.optimizers.Adam(FLAGS.learning_rate)
@@ -120,9 +116,7 @@ def main(argv):
     if FLAGS.preset and FLAGS.weights:
         raise kerasdp.UserError("--preset and --weights both name the model: leave out one of them")
     if bool(FLAGS.preset or FLAGS.weights) != bool(FLAGS.dataset):
-        raise kerasdp.UserError(
-            "--weights and --preset need --dataset=FILE.py:FUNCTION, and --dataset needs one of them; add that flag"
-        )
+        raise kerasdp.UserError("use --dataset=FILE.py:FUNCTION together with --weights or --preset")
     kerasdp.launch(train, **given)
 
 

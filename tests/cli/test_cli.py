@@ -59,7 +59,7 @@ def test_flagfiles(recipe):
         ("predict", "--gpus=2", 1, "Flag --checkpoint must have a value other than None"),
         ("export", "--checkpoint=m.keras", 1, "Flag --to must have a value other than None"),
         ("finetune", "--preset=a --weights=b", 2, "error: --preset and --weights both name the model"),
-        ("finetune", "--weights=b", 2, "and --dataset needs one of them; add that flag"),
+        ("finetune", "--weights=b", 2, "together with --weights or --preset"),
     ],
 )
 def test_wrong_flags(recipe, flags, code, words, tmp_path):
