@@ -83,7 +83,8 @@ def _find(place: str) -> tuple[str, files.Checkpoint]:
             return place, files.load(place)
         found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
     except (CheckpointError, UserError, NotADirectoryError) as error:
-        raise UserError(f"load_model: {str(error).removeprefix('--resume: ')}") from error
+        older = "; load an older checkpoint" if isinstance(error, CheckpointError) else ""
+        raise UserError(f"load_model: {str(error).removeprefix('--resume: ')}{older}") from error
     if found is None:
         raise UserError(f"load_model: there are no checkpoints in {place!r}; pass a workdir with checkpoints")
     return found

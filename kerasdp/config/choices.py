@@ -192,7 +192,7 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
     except importlib.import_module("absl.flags").DuplicateFlagError as error:  # imports absl only after an error
         twice = str(error).partition(".")[0]  # The flag 'batch_size' is defined twice
         advice = f"move {function} to a file that defines no flags"
-        raise UserError(f"--{flag}: {place} defines a flag again ({twice}); {advice}") from error
+        raise UserError(f"--{flag}: {place} defines a flag of this program ({twice}); {advice}") from error
     finally:
         sys.path.pop()
     if not callable(getattr(module, function, None)):

@@ -283,7 +283,7 @@ def sparse_by_place(
 def _with_a_gradient(
     original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any
 ) -> Any:
-    """Returns the maximum, with a gradient that is never lost to rounding.
+    """Returns the maximum. Its gradient always reaches at least one value, whatever the rounding.
 
     jax (0.10) passes the gradient to the values that equal the maximum. XLA may recompute these values for the
     gradient, in a loop that rounds less. Then no value may equal the maximum. This happened for `x - mean(x)` after a
@@ -314,7 +314,7 @@ def _with_a_gradient(
 
 
 def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
-    """Returns the minimum, with a gradient that is never lost to rounding: see `_with_a_gradient`."""
+    """Returns the minimum. Its gradient always reaches at least one value: see `_with_a_gradient`."""
     x = ops.convert_to_tensor(x)
     if options.get("initial") is not None or not _is_float(x):
         return original(x, axis=axis, keepdims=keepdims, **options)

@@ -65,7 +65,7 @@ def set_attention(device_kind: str) -> None:
 
 
 def _convert_numbers_in_full(in_full: bool) -> None:
-    """Turns the exact conversion of Python floats to float64 on or off in Keras' TensorFlow backend.
+    """Turns on or off the exact conversion of Python floats to float64 in Keras' TensorFlow backend.
 
     `tf.cast` and `tf.convert_to_tensor` (2.21) round Python floats to float32 first. The TensorFlow modules of Keras
     3.15 call both functions through their global `tf`. With `in_full`, the global `tf` of these modules becomes

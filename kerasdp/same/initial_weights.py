@@ -124,7 +124,10 @@ class WeightNumbering:
         return [self.seed, next(self._counts[kind]), kind]
 
     def _key_of(self, initializer: Any, place: list[int]) -> list[int]:
-        """Returns the integers that seed a draw: from the initializer's seed, else from `place` of its first draw."""
+        """Returns the integers that seed a draw.
+
+        They come from the seed of the initializer. Without a seed they are the `place` of the first draw.
+        """
         seed = seed_of(initializer)
         if isinstance(seed, keras.random.SeedGenerator):
             own = seed.get_config()["seed"]

@@ -65,7 +65,7 @@ def portable(model: keras.Model, batch_norm: str = "sync") -> keras.Model:
     if unbuilt and not has_call(model):
         raise UserError(
             f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them; "
-            f"make keras.Input the first layer of {unbuilt[0]}, or call its build(input_shape)"
+            f"call {unbuilt[0]}.build(input_shape), or add a keras.Input to it if it is a Sequential model"
         )
     hook_layers()
     for layer in all_layers(model):

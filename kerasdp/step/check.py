@@ -284,10 +284,9 @@ def _compare_custom_step(model: keras.Model, strategy: Strategy, data: Any, numb
         function = getattr(model, "function", type(model).train_step)
         raise UserError(
             f"{title} computes different values for a split batch than for the whole batch, first in the "
-            f"{differing[0]}{_line_of(function)}. Losses must be means over independent samples, and metrics must add "
-            "up over samples. A value of several samples (a number of tokens, a sum of weights) must include the rows "
-            "of all devices; compute such a value with kerasdp.all_rows, train on one device or with --backend=jax, "
-            "or ignore the difference with --check=off"
+            f"{differing[0]}{_line_of(function)}. A loss must be a mean over independent samples. If the step computes "
+            "a value from several samples (a number of tokens, a sum of weights), compute it from kerasdp.all_rows. "
+            "Otherwise train on one device or with --backend=jax, or ignore the difference with --check=off"
         )
 
 

@@ -146,7 +146,7 @@ def run_on_shard(
         is_trial: see `Share`.
 
     Returns:
-        The logs and the records of a trial, both for the global batch.
+        A tuple of the logs and the records, for the global batch. Only a trial has records; see `Share.found`.
     """
     context = context.of_real_rows()
     rows = context.rows or 0  # a replica without real rows has one padding row

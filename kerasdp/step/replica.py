@@ -286,7 +286,7 @@ class Replica(abc.ABC):
         """Runs a function that assigns the new values of a step to the variables of this replica."""
 
     def wait_for(self, gradients: Gradients, one: Pass) -> Pass:
-        """Returns a pass whose inputs depend on these gradients, so that the pass runs after their computation."""
+        """Returns the pass `one`. If needed, its inputs depend on `gradients`, so that it runs after them."""
         return one
 
     def whole_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:

@@ -234,7 +234,7 @@ class Step:
         """
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
         if config.strategy != "data" or config.has_micro_batches:
-            raise UserError(f"the step {self.__name__}: custom steps need --strategy=data; use it without --accumulate")
+            raise UserError(f"the step {self.__name__}: custom steps need --strategy=data, and no --accumulate")
         # One program for several processes. With one program each, --shard raises an error for custom steps anyway.
         is_one_program = strategy.split.is_one_program and strategy.processes.num_processes > 1
         if config.shard != "none" and is_one_program:

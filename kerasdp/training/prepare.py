@@ -234,9 +234,9 @@ def _refuse_state_of_losses(
     outputs = model.compute_output_spec(inputs) if outputs is None else outputs
     for variable in state_of_losses(model, reader.sample(NUM_ROWS)[1], outputs):
         raise UserError(
-            f"a loss of {model.name} assigns to {variable.path}. The value would be lost in checkpoints, on several "
-            "devices and with --backend=jax; move the variable to a layer that calls add_loss, or train on one device "
-            "with --backend=torch or --backend=tensorflow, and --checkpoint_every=never"
+            f"a loss of {model.name} assigns to {variable.path}. Checkpoints do not save this variable, and several "
+            "devices or --backend=jax do not update it; move the variable to a layer that calls add_loss, or train on "
+            "one device with --backend=torch or --backend=tensorflow, and --checkpoint_every=never"
         )
 
 

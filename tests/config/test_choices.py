@@ -33,7 +33,7 @@ def test_the_users_own_functions(tmp_path):
         (f"{file}:other", "has no function 'other'"),
         (f"{tmp_path}/none.py:build", "cannot be loaded: .* No such file"),
         ("no.such.module:build", "cannot be loaded: No module named 'no'"),
-        (f"{with_flags}:build", r"again \(The flag 'v' is defined twice\); move build to a file that defines no flags"),
+        (f"{with_flags}:build", r"program \(The flag 'v' is defined twice\); move build to a file that defines no flags"),
     ]:
         with pytest.raises(UserError, match=words):
             choices.load_user_function(name, "model")

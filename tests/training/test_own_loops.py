@@ -120,7 +120,7 @@ REFUSED = {
     "condition": TRIAL.format("condition"),
     "other_framework": "the step other_framework ",
     "gradient_of_integers": "expected floating-point values. Received: variable, of int32",
-    "masked_mean": "must include the rows of all devices; compute such a value with kerasdp.all_rows",
+    "masked_mean": "(a number of tokens, a sum of weights), compute it from kerasdp.all_rows",
     "text": "a step: expected tensors as results. Received: 'done'; do not return text",
     "integers": "for other results pass returns='same', 'sum' or 'rows'",
     "step_in_step": "the step lambda was called within a step; call its undecorated function instead",
