@@ -93,7 +93,7 @@ class ShardPass(NamedTuple):
 
     Attributes:
         layers: outputs of each layer for this replica's rows, in the order of the calls.
-        outputs: outputs of the model for the global batch, if the loss is computed from them.
+        outputs: outputs of the model for the rows from which the replica computes the loss: its rows, or all rows.
         loss: loss of the global batch; None if no loss was computed.
         first_row: index of the replica's first row in the global batch.
         num_rows: number of the replica's rows without padding.

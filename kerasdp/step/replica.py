@@ -549,5 +549,5 @@ class ShardSteps(Replica):
                 return ShardPass(layers, keras.tree.flatten(outputs), keras.ops.zeros(()), *own)
             global_batch = self.global_batch(batch, outputs, context, training=True)
             loss = global_batch.store_sums(self.sums(global_batch.sums.to_reduce))
-        outputs = [] if global_batch.is_of_own_rows else keras.tree.flatten(global_batch.whole().outputs)
-        return ShardPass(layers, outputs, loss, *own)
+        outputs = outputs if global_batch.is_of_own_rows else global_batch.whole().outputs
+        return ShardPass(layers, keras.tree.flatten(outputs), loss, *own)

@@ -28,6 +28,17 @@ def test_what_is_more_than_round_off_is_named():
     assert _first_difference(record(4), record(2, 2, loss=1.01))[1] == "the loss"
 
 
+def test_outputs_of_the_replicas_rows_are_compared():
+    """Where the loss hardly shows what operations outside of layers do."""
+
+    def with_own_outputs(added):
+        outputs = np.arange(4, dtype="float32")[2:, None] + np.float32(added)
+        return record(2, 2)._replace(outputs=[ops.convert_to_tensor(outputs)])
+
+    assert _first_difference(record(4), with_own_outputs(0))[2] == ""
+    assert _first_difference(record(4), with_own_outputs(0.03))[1] == "the outputs"
+
+
 def test_what_a_layer_makes_of_round_off_is_no_fault():
     shard = record(2, 2, layer=(0.03,))
     assert _first_difference(record(4), shard, record(4, layer=(0.01,)))[2] == ""
