@@ -16,7 +16,7 @@ LEARNED = {"float32": 1e-2, "float64": 1e-6}
 REASONS: dict[str, str] = {
     "encoder_block_attn_mask_layer": "KerasHub 0.32 reshapes the mask of XLNet from (rows, time) to (time, rows), "
     "instead of transposing the mask. So a row gets the masks of other rows.",
-    "layer dropout works on": "It drops along axis 1, which of its inputs, of shape (time, rows), are the rows.",
+    "layer dropout works on": "The samples of this model are on axis 1.",
     "mixes the samples of a batch": "The outputs compare every two rows of the batch, but a device has only the rows "
     "of its shard.",
     "computes different values for a split batch": "What it gives for a row depends on the other rows of the batch.",
