@@ -394,6 +394,8 @@ def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | Non
     """
     of_shard, of_noisy = _named(shard), {} if noisy is None else _named(noisy)
     for place, (key, (name, expected)) in enumerate(_named(whole).items()):
+        if isinstance(key, int) and any(expected is each for each in whole.layers.values()):
+            continue  # compared above; the outputs of a large vocabulary are gigabytes
         if key not in of_shard:
             return place, name, "not called for the split batch"
         received, tolerance = of_shard[key][1], _tolerance(expected, of_noisy.get(key, (name, None))[1])

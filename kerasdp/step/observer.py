@@ -171,12 +171,12 @@ def _collect(outputs: dict[str, Any], name: str, result: Any, convert: Callable[
             number = sum(layer_name(known) == name for known in outputs)
             name_of_call = f"{name} ({number + 1})" if number else name
             # Numbered, because a function compiled by JAX returns a dict in the order of its keys.
-            outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = convert(ops.stop_gradient(tensor))
+            outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = convert(tensor)
 
 
 def _whole(tensor: Any) -> Any:
-    """Returns the tensor of the global batch if `tensor` is a replica's shard, else `tensor` itself."""
-    context = replica_context.current()
+    """Gathers the tensor of the global batch if `tensor` is a replica's shard. The result has no gradient."""
+    context, tensor = replica_context.current(), ops.stop_gradient(tensor)
     if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
         return tensor
     return context.gather_rows(tensor)
