@@ -240,13 +240,13 @@ class _Drawing(NamedTuple):
 
     Attributes:
         name: the name of the layer, loss or step, for messages.
-        tensors: the tensors among the arguments of its call.
+        inputs: the arguments of its call: a structure of tensors and other objects.
         unseeded: a function that returns two int32 values as the seed of a draw without a seed. None: see
             `portable_draws`.
     """
 
     name: str
-    tensors: list[Any]
+    inputs: Any
     unseeded: Callable[[], Any] | None
 
 
@@ -286,8 +286,7 @@ def portable_draws(
             layers, Keras' global generator provides the seed.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
-    tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
-    return step_with(drawing=_Drawing(name, tensors, unseeded))
+    return step_with(drawing=_Drawing(name, inputs, unseeded))
 
 
 def _portable_where_asked(kind: str, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -328,9 +327,11 @@ def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = No
 
 
 def _row_order(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowOrder | None:
-    name, tensors, _ = _running_draw() or _UNNAMED
+    name, inputs, _ = _running_draw() or _UNNAMED
     if tensor is None:  # an argument of the layer with the shape of the draws
-        alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
+        # Only now: on torch, `keras.tree.flatten` (3.15) leaves a reference cycle, which keeps the tensors in memory
+        # until Python's garbage collector runs. In recomputed layers, these are the tensors that --remat is to save.
+        alike = (leaf for leaf in keras.tree.flatten(inputs) if len(getattr(leaf, "shape", ())) == len(shape))
         tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
     key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else f"{name}, {seed if type(seed) is int else None}"
     return context.row_order(("draw", key), tensor, name, tuple(shape))
