@@ -61,10 +61,10 @@ def _leave_channels_last(gpus: list[Any]) -> None:
 def _keep_logger_quiet() -> None:
     """Hides TensorFlow (2.21) messages that are meant for authors of `tf.distribute` strategies.
 
-    Without this function, notebooks show these messages at each call of a model.
+    Without this function, notebooks and programs that call `absl.app.run` show these messages.
     """
     logger = tf.get_logger()
-    if logger.level == logging.INFO:  # which it takes in interactive sessions
+    if logger.getEffectiveLevel() == logging.INFO:  # its own in interactive sessions, absl's after `app.run`
         logger.setLevel(logging.WARNING)
     logger.addFilter(_is_not_of_strategies)  # which a logger has once only
 
