@@ -27,7 +27,7 @@ Call = Callable[..., Any]
 
 
 def hook_layers() -> None:
-    """Makes this module run the calls of all layers, and handle the losses that layers add, permanently."""
+    """Wraps the calls of all layers, and `Layer.add_loss`, permanently."""
     hook_calls(_make_call)
     hook_add_loss(_take_added_loss)
 

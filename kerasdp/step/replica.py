@@ -400,8 +400,9 @@ class ShardSteps(Replica):
     def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
         """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
 
-        Average the gradients of a weight over the replicas, instead of summing them. Then the mean is the gradient of
-        the global batch's loss, for any loss.
+        The backward pass multiplies the gradient of this replica's rows by the number of replicas. So if all replicas
+        compute a loss from the gathered rows, the mean of a weight's gradients over the replicas is the gradient of the
+        global batch's loss.
         """
 
     def gather(self, outputs: Structure, num_rows: int) -> Structure:

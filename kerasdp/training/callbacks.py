@@ -24,8 +24,8 @@ WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.cal
 class RunCallbacks(keras.callbacks.CallbackList):
     """Calls the user-defined and built-in callbacks of one `fit`.
 
-    Each event first updates `RunState`, then calls the callbacks. Last, the event synchronizes the ranks and writes the
-    checkpoint. So the checkpoint contains the changes that callbacks made. The callbacks may have any order.
+    After a batch or an epoch, it first calls the callbacks. Then it agrees with the other ranks whether to stop. Last,
+    it writes a checkpoint if one is due. So the checkpoint contains the changes of all callbacks, in any order.
 
     Attributes:
         recorder: the recorder of the run.

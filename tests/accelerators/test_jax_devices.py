@@ -32,7 +32,7 @@ def test_gpus_that_an_earlier_run_left_out_need_a_new_process(tmp_path):
     seen = result_of(run(PROGRAMS / "jax_devices.py", "kept_for_the_cpu", LD_LIBRARY_PATH=make_driver(tmp_path, 4)))
     assert seen == [
         "1 virtual CPU device (as asked)",
-        "AlreadyStartedError: JAX has already started with 0 of 4 GPUs; use a new process",
+        "AlreadyStartedError: JAX has already started with 0 of 4 GPUs",
     ]  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
         _choose_platforms(config)
     elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
-        raise AlreadyStartedError(f"JAX has started with {started} of {num_devices} CPU devices; use a new process")
+        raise AlreadyStartedError(f"JAX has started with {started} of {num_devices} CPU devices")
     elif cluster and jax.process_count() == 1:
         raise AlreadyStartedError("JAX has started as one process; call jax.distributed.initialize before you use JAX")
     with processes.ending_soon(cluster):
@@ -181,7 +181,7 @@ def _check_hidden(config: Config, num_found: int) -> None:
     """Raises `AlreadyStartedError` if the run may use GPUs that an earlier run in this process has hidden from JAX."""
     may_have_more = config.device in ("auto", "gpu") and not 0 < (config.num_devices or 0) <= num_found
     if _has_hidden_gpus and may_have_more and (there := num_gpus()) > num_found:
-        raise AlreadyStartedError(f"JAX has already started with {num_found} of {there} GPUs; use a new process")
+        raise AlreadyStartedError(f"JAX has already started with {num_found} of {there} GPUs")
 
 
 def _find_accelerators(config: Config) -> tuple[str, int]:

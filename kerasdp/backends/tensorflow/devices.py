@@ -41,7 +41,7 @@ def make_devices(config: Config, cluster: None = None) -> Devices:
             tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError as error:
             if (started := len(tf.config.list_logical_devices("CPU"))) < devices.count:
-                raise AlreadyStartedError(f"TensorFlow has only {started} CPU devices; use a new process") from error
+                raise AlreadyStartedError(f"TensorFlow has only {started} CPU devices") from error
     return devices
 
 

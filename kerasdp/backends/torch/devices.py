@@ -70,7 +70,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         devices = dataclasses.replace(devices, reason="Apple's GPU, mps, is not used: nobody has tried kerasdp on it")
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
     if (cluster or devices.count == 1) and "keras" in sys.modules and wanted != known:
-        raise AlreadyStartedError(f"Keras uses device {known}, not {wanted}; call kerasdp before you import Keras")
+        raise AlreadyStartedError(f"Keras uses device {known}, not {wanted}")
     return devices
 
 
