@@ -5,8 +5,9 @@
     python recipes/text.py --backend=torch --workdir=runs/text --resume
 
 Expected of the first command: it predicts 0.60 of the characters in held-out text, in some minutes on two CPU cores.
-Always guessing a space has an accuracy of 0.18, guessing by the previous character 0.30. The manual depends on the version of
-Python (here 3.11), so another Python reaches other values. Backends and numbers of devices do not change them.
+Always guessing a space has an accuracy of 0.18, guessing by the previous character 0.30. The manual depends on the
+version of Python (here 3.11), so another Python reaches other values. Backends and numbers of devices do not change
+them.
 
 The text is split into windows of 128 characters. So there is no padding, and the step is compiled once.
 
