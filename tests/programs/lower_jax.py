@@ -42,6 +42,8 @@ class Recorder:
 
         @functools.wraps(jitted)
         def call(*arguments):
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+                return jitted(*arguments)  # a part of a program, such as a draw within a step
             key = inner.__qualname__, str(jax.tree.map(np.shape, arguments))
             if key not in self.calls:
                 self.calls[key] = jitted, jax.tree.map(described, arguments), options
