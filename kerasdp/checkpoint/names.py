@@ -229,7 +229,7 @@ def arguments_of(thing: Any) -> dict[str, Any]:
     """Returns the config of a Keras object. It is empty if the object has no config, like some custom layers."""
     try:
         return getattr(thing, "get_config", dict)()
-    except NotImplementedError:  # what Keras raises where a class has none of its own
+    except NotImplementedError:  # Keras raises this error if a class has no `get_config`
         return {}
 
 

@@ -119,7 +119,7 @@ def warn_of_other_seed(seed: int) -> None:
     """Warns if the program has set a seed with `keras.utils.set_random_seed` that differs from the seed of the run."""
     given = seed_of_program()
     if given not in (None, seed):
-        report.warn(f"keras.utils.set_random_seed({given}) has no effect on weights and data order; use --seed={given}")
+        report.warn(f"keras.utils.set_random_seed({given}) does not set the seed of the run; use --seed={given}")
 
 
 def chance_loss(model: keras.Model) -> float | None:

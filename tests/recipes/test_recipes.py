@@ -21,7 +21,7 @@ def train(*flags, **settings):
 
 
 def said(done):
-    """The lines of errors, but for those of native code of TensorFlow, which the tests have loaded before."""
+    """Returns the lines of stderr without messages of TensorFlow's native code, which only tests print."""
     return [line for line in done.stderr.splitlines() if not re.match(r"[EIW]0000 |WARNING: All log messages", line)]
 
 

@@ -181,7 +181,7 @@ kerasdp.launch(train, num_devices=1, device="cpu", verbose=0, seed=3, workdir=sy
 def test_a_seed_without_effect_and_a_loop_that_is_not_saved_are_named(backend, tmp_path):
     done = run("-c", WITHOUT_EFFECT, tmp_path / "run", KERAS_BACKEND=backend)
     assert [line for line in done.stderr.splitlines() if line.startswith("warning: ")] == [
-        "warning: keras.utils.set_random_seed(7) has no effect on weights and data order; use seed=7",
+        "warning: keras.utils.set_random_seed(7) does not set the seed of the run; use seed=7",
         "warning: this loop saves no checkpoints and no logs; call runner.checkpoint before it",
-        "warning: keras.utils.set_random_seed(8) has no effect on weights and data order; use seed=8",
+        "warning: keras.utils.set_random_seed(8) does not set the seed of the run; use seed=8",
     ], done.stderr
